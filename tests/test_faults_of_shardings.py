@@ -29,6 +29,7 @@ from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.fault_texts import MAX_LINES, join_lines
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import MemoryReport
@@ -129,6 +130,60 @@ def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: Partition
     costs = find_faults(with_waits(program))
     assert [fault for fault in costs if (fault.bytes or math.inf) > BATCH * SEQ * 4] == []
     assert all(ratio == pytest.approx(1.0, rel=0.01) for ratio in program.flops_ratios.values())
+
+
+def constrained_model(mesh: Mesh, constraint: PartitionSpec, *, scanned: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Return a training step of 4 residual MLPs, and the shapes of its arguments.
+
+    Args:
+        constraint: Sharding constraint on the input of each MLP.
+        scanned: Whether to scan over the layers and recompute their activations.
+    """
+
+    def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h = jnp.tanh(x)
+        h = with_sharding_constraint(h, NamedSharding(mesh, constraint))
+        h = jax.nn.gelu(h @ w[0])
+        return x + h @ w[1]
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        x = with_sharding_constraint(x * 2, NamedSharding(mesh, DATA))
+        if scanned:
+            x = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, weights)[0]
+        else:
+            for number in range(4):
+                x = layer(x, (weights[0][number], weights[1][number]))
+        return jnp.square(x).mean()
+
+    weights = struct(mesh, (4, EMBED, MLP), PartitionSpec()), struct(mesh, (4, MLP, EMBED), PartitionSpec())
+    return jax.jit(jax.grad(loss)), (weights, struct(mesh, (BATCH, SEQ, EMBED), DATA))
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+def test_a_constraint_that_replicates_the_batch_is_named_as_the_cause(scanned: bool) -> None:
+    mesh = cpu_mesh(data=8)
+    program = compile_program(mesh, *constrained_model(mesh, PartitionSpec(), scanned=scanned))
+    fault = faults_by_code(program)[FaultCode.whole_batch]
+    file, _, line = fault.source.rpartition(":")
+    assert file == __file__ and "with_sharding_constraint(h" in linecache.getline(file, int(line))
+    causes, consequences = fault.text.split("each device computes")[0].split("replicates it")
+    assert f":{line}" in causes and f":{int(line) + 1}" in consequences and f":{line}" in fault.remedy
+
+
+@pytest.mark.parametrize("constraint", [DATA, PartitionSpec(PartitionSpec.UNCONSTRAINED), PartitionSpec(None, "data")])
+def test_a_constraint_that_keeps_the_axes_of_the_batch_is_no_cause(constraint: PartitionSpec) -> None:
+    step, arguments = constrained_model(cpu_mesh(data=8), constraint)
+    unpartitioned = UnpartitionedProgram.from_lowered(step.lower(*arguments))
+    instructions = [i for c in unpartitioned.module.computations for i in c.instructions]
+    dimensions = {d for i in instructions for d in unpartitioned.batch_dimensions(i).values()}
+    assert dimensions
+    assert not any(unpartitioned.find_replications(d, {i.source for i in instructions}) for d in dimensions)
+
+
+def test_a_few_lines_are_all_named_and_more_are_counted() -> None:
+    lines = [f"step.py:{line}" for line in range(10, 20)]
+    assert all(line in join_lines(lines[:MAX_LINES]) for line in lines[:MAX_LINES])
+    assert lines[MAX_LINES] not in join_lines(lines) and f"{10 - MAX_LINES} more" in join_lines(lines)
 
 
 def test_an_axis_that_splits_nothing_is_found() -> None:
@@ -251,7 +306,9 @@ def with_waits(program: PartitionedProgram) -> PartitionedProgram:
 
 
 def gathers_the_batch(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
-    return with_sharding_constraint(jnp.tanh(x @ w), NamedSharding(mesh, PartitionSpec())) * 2
+    y = jnp.tanh(x @ w)
+    y = with_sharding_constraint(y, NamedSharding(mesh, PartitionSpec()))
+    return y * 2
 
 
 def gathers_float32(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
@@ -283,3 +340,4 @@ def test_collectives_that_send_too_much_are_found(
     file, _, line = fault.source.rpartition(":")
     lines, first = inspect.getsourcelines(step)
     assert file == __file__ and int(line) in range(first, first + len(lines))
+    assert "with_sharding_constraint" in linecache.getline(file, int(line))

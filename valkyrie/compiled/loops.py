@@ -14,7 +14,7 @@ _PASS_THROUGH_OPCODES = {
     "bitcast",
     "reshape",
     "convert",
-    "optimization-barrier",
+    "opt-barrier",
     "copy-start",
     "copy-done",
     "broadcast",
@@ -158,7 +158,7 @@ def _find_element(tuple_value: Instruction, index: int) -> Instruction | None:
     """
     if tuple_value.opcode == "tuple":
         return tuple_value.operands[index]
-    if tuple_value.opcode == "optimization-barrier":
+    if tuple_value.opcode == "opt-barrier":
         return _find_element(tuple_value.operands[0], index)
     if tuple_value.opcode == "while":
         return _find_element(tuple_value.operands[0], index) if _is_loop_invariant(tuple_value, index) else None

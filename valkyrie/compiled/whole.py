@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,10 @@ AxisPart = tuple[str, int | None]
 """A mesh axis and the size of a part of it, or None for the whole axis."""
 
 Marks = tuple[frozenset[int], ...]
-"""Batch dimensions from which each dimension of an array comes, as indices into `_Tracer._candidates`."""
+"""Batch dimensions from which each dimension of an array comes, as indices into `_Tracer._candidates`.
+
+Negative numbers are `_Tracer.replications`: sharding constraints on the way that do not split the dimension.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class UnpartitionedProgram:
         self.arguments = read_arguments(module)
         tracer = _Tracer(module, self.arguments)
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
+        self._replications = {number: constraint for (constraint, _), number in tracer.replications.items()}
 
     @classmethod
     def from_lowered(cls, lowered: jax.stages.Lowered) -> UnpartitionedProgram:
@@ -87,14 +91,33 @@ class UnpartitionedProgram:
 
         Omits dimensions that come from none. If one comes from several, returns the first. Returns {} for a tuple.
         """
-        marks = self._marks.get(instruction)
-        if not isinstance(marks, tuple):
-            return {}
         return {
             dimension: self._dimensions[numbers[0]]
-            for dimension, mark in enumerate(marks)
+            for dimension, mark in enumerate(self._array_marks(instruction))
             if (numbers := sorted(mark & self._dimensions.keys()))
         }
+
+    def find_replications(self, dimension: BatchDimension, lines: Collection[str]) -> list[Instruction]:
+        """Return the sharding constraints that replicate a batch dimension of arrays in these source lines.
+
+        These are the constraints through which operands of the lines come, and constraints on results of the lines. A
+        constraint replicates the dimension if it splits no dimension over its mesh axes.
+        """
+        constraints = set(self._replications.values())
+        numbers = set[int]()
+        for instruction in (i for c in self.module.computations for i in c.instructions if constraints):
+            arrays = list(instruction.operands) if instruction.source in lines else []
+            if instruction in constraints and instruction.operands[0].source in lines:
+                arrays.append(instruction)
+            for mark in (mark for array in arrays for mark in self._array_marks(array)):
+                if any(self._dimensions.get(number) == dimension for number in mark):
+                    numbers |= {number for number in mark if number < 0}
+        return [self._replications[number] for number in sorted(numbers, reverse=True)]
+
+    def _array_marks(self, array: Instruction) -> Marks:
+        """Return the marks of an array; () for a tuple and for an array without any."""
+        marks = self._marks.get(array)
+        return marks if isinstance(marks, tuple) else ()
 
 
 def read_arguments(module: Module) -> tuple[Argument, ...]:
@@ -128,6 +151,11 @@ def parse_sharding(text: str) -> tuple[tuple[AxisPart, ...], ...]:
     )
 
 
+def _open_dimensions(text: str) -> list[bool]:
+    """Return whether XLA may shard each dimension further, as Shardy writes with a question mark: `{?}`."""
+    return ["?" in dimension for dimension in _DIMENSION_PATTERN.findall(text)]
+
+
 class _Tracer:
     """Follows the batch dimensions of arguments through a program.
 
@@ -138,6 +166,7 @@ class _Tracer:
 
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
         self.marks: dict[Instruction, Any] = {}
+        self.replications: dict[tuple[Instruction, int], int] = {}  # numbers of constraints and their dimensions
         self._candidates: list[BatchDimension] = []
         self._contracted_candidates: set[int] = set()
         self._batch_instructions: set[Instruction] = set()
@@ -200,30 +229,40 @@ class _Tracer:
             for marks in results:
                 result = _union_marks(result, marks)
             return result
-        if opcode in ("optimization-barrier", "custom-call") and instruction.shape.tuple_shapes:
-            return operand_marks[0] if opcode == "optimization-barrier" else None
+        if opcode == "opt-barrier":  # of recomputed activations
+            return operand_marks[0]
+        if opcode == "custom-call" and instruction.shape.tuple_shapes:
+            return None
         if instruction.shape.tuple_shapes:
             marks = self._array_marks(instruction, operand_marks)
             return [marks for _ in instruction.shape.tuple_shapes]
-        if (
-            opcode == "custom-call"
-            and instruction in self._batch_instructions
-            and instruction.custom_call_target == "Sharding"
-        ):
+        if opcode == "custom-call" and instruction.custom_call_target == "Sharding":
             return self._constrained_marks(instruction, operand_marks[0])
         return self._array_marks(instruction, operand_marks)
 
     def _constrained_marks(self, instruction: Instruction, marks: Any) -> Any:
-        """Return the marks of a batch argument after a sharding constraint, which may split further dimensions."""
+        """Return the marks of an array after a sharding constraint.
+
+        A constraint on a batch argument may split further dimensions. Any constraint may replicate dimensions that were
+        split before, or split dimensions again that an earlier constraint replicated.
+        """
         dims = instruction.shape.dims
         old_marks = marks if isinstance(marks, tuple) else (_NO_MARKS,) * len(dims)
-        axis_parts = parse_sharding(instruction.attributes.get(_SHARDING_ATTRIBUTE, ""))
-        new_axes = [
-            () if mark else tuple(axis for axis, _ in parts) for mark, parts in zip(old_marks, axis_parts, strict=False)
-        ]
-        if instruction in self.marks or not any(new_axes):
-            return marks
-        return _union_marks(marks, self._create_marks(_argument_name(instruction), dims, new_axes))
+        text = instruction.attributes.get(_SHARDING_ATTRIBUTE, "")
+        axes = [tuple(axis for axis, _ in parts) for parts in parse_sharding(text)]
+        new_axes = [() if mark else dimension_axes for mark, dimension_axes in zip(old_marks, axes, strict=False)]
+        if instruction in self._batch_instructions and instruction not in self.marks and any(new_axes):
+            old_marks = _union_marks(old_marks, self._create_marks(_argument_name(instruction), dims, new_axes))
+        used_axes, is_open = set().union(*axes), _open_dimensions(text)
+        new_marks = list(old_marks)
+        for dimension, mark in enumerate(old_marks):
+            batch_axes = {axis for number in mark if number >= 0 for axis in self._candidates[number].mesh_axes}
+            if batch_axes & used_axes:
+                new_marks[dimension] = frozenset(number for number in mark if number >= 0)
+            elif batch_axes and axes and not is_open[dimension]:
+                key = instruction, dimension
+                new_marks[dimension] = mark | {self.replications.setdefault(key, -1 - len(self.replications))}
+        return tuple(new_marks) if any(new_marks) else None
 
     def _loop_marks(self, loop: Instruction, carry: Any) -> Any:
         condition, body = condition_and_body(loop)
@@ -276,7 +315,7 @@ class _Tracer:
                 if marks is not None and len(marks) == rank:
                     is_same_size = (size == other for size, other in zip(operand.shape.dims, dims, strict=True))
                     result = [
-                        a | (b if is_equal else _NO_MARKS)
+                        _join_marks(a, b if is_equal else _NO_MARKS)
                         for a, b, is_equal in zip(result, marks, is_same_size, strict=True)
                     ]
         return tuple(result)
@@ -291,7 +330,10 @@ class _Tracer:
         left_excluded = {*dim_numbers.lhs_batch, *dim_numbers.lhs_contracting}
         right_excluded = {*dim_numbers.rhs_batch, *dim_numbers.rhs_contracting}
         return [
-            *(left[a] | right[b] for a, b in zip(dim_numbers.lhs_batch, dim_numbers.rhs_batch, strict=True)),
+            *(
+                _join_marks(left[a], right[b])
+                for a, b in zip(dim_numbers.lhs_batch, dim_numbers.rhs_batch, strict=True)
+            ),
             *(left[dimension] for dimension in left_dims if dimension not in left_excluded),
             *(right[dimension] for dimension in right_dims if dimension not in right_excluded),
         ]
@@ -310,6 +352,16 @@ def _argument_name(instruction: Instruction) -> str:
     while instruction.operands and instruction.opcode != "parameter":
         instruction = instruction.operands[0]
     return instruction.op_name or instruction.name
+
+
+def _join_marks(first: frozenset[int], second: frozenset[int]) -> frozenset[int]:
+    """Return the marks of one dimension that is computed from two operands.
+
+    If a batch is split in one operand, XLA splits the result, even if a constraint replicates the other operand.
+    """
+    marks = first | second
+    is_replicated = all(not mark or min(mark) < 0 for mark in (first, second))
+    return marks if is_replicated else frozenset(number for number in marks if number >= 0)
 
 
 def _union_marks(first: Any, second: Any) -> Any:

@@ -30,7 +30,6 @@ _FREE_OPCODES = {
     "partition-id",
     "replica-id",
     "opt-barrier",
-    "optimization-barrier",
     "domain",
     "async-update",
     "get-dimension-size",

@@ -20,9 +20,16 @@ from valkyrie.compiled.shards import UnsplitDimensions, match_product
 from valkyrie.compiled.whole import BatchDimension
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.fault_texts import (
+    batch_spec,
+    constraint_remedy,
+    describe_replication,
+    format_axes,
+    list_lines,
+)
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import short_cause, short_source
-from valkyrie.units import count_text, decimal_bytes_text, duration_text, gib_text, percent_text
+from valkyrie.units import decimal_bytes_text, duration_text, gib_text, percent_text
 
 MIN_SHARE = 0.05
 """Faults that cost less than this share of the step time are not reported."""
@@ -45,8 +52,6 @@ MIN_REPEATED_RATIO = 1.25
 """A source line repeats work if its FLOPs after partitioning, summed over devices, are this many times those before."""
 LANES = 128
 """Lanes of a TPU's vector registers. Smaller dimensions are padded to them. v6e's matrix unit is twice as wide."""
-MAX_LINES = 3
-"""Maximum number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
 _FILLED = ("broadcast", "constant", "iota")
@@ -65,7 +70,7 @@ def find_faults(program: PartitionedProgram) -> tuple[Fault, ...]:
         *whole_batch_faults,
         *_find_unused_axes(program),
         *_find_replicated_state(program),
-        *_find_collectives(program, bool(whole_batch_faults)),
+        *_find_collectives(program, lines),
         *_find_padding(program),
     ]
     if not any(fault.code is FaultCode.unused_axis for fault in faults):
@@ -115,10 +120,14 @@ def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[s
     faults, lines = [], set[str]()
     for dimension, flops in whole_flops.items():
         sources = {source for source, count in flops.items() if count >= MIN_WHOLE_BATCH_SHARE * total_flops[source]}
-        seconds = _whole_batch_seconds(program, dimension, sources)
-        if sources and seconds >= MIN_SHARE * program.step_s:
-            faults.append(_whole_batch_fault(program, dimension, sources, matched_products[dimension], seconds))
-            lines |= sources
+        replicated = {source for source in sources if program.unpartitioned.find_replications(dimension, [source])}
+        for group in (replicated, sources - replicated):
+            constraints = program.unpartitioned.find_replications(dimension, group)
+            seconds = _whole_batch_seconds(program, dimension, group, constraints)
+            if group and seconds >= MIN_SHARE * program.step_s:
+                products = {p for p in matched_products[dimension] if _origin(p).source in group}
+                faults.append(_whole_batch_fault(program, dimension, group, products, constraints, seconds))
+                lines |= group
     return faults, lines
 
 
@@ -142,12 +151,20 @@ def _count_parts(program: PartitionedProgram, mesh_axes: Iterable[str]) -> int:
     return math.prod(program.mesh_axes.get(axis, 1) for axis in mesh_axes)
 
 
-def _whole_batch_seconds(program: PartitionedProgram, dimension: BatchDimension, lines: set[str]) -> float:
-    """Estimate the seconds that splitting a batch at these source lines would save."""
-    parts = _count_parts(program, dimension.mesh_axes)
+def _whole_batch_seconds(
+    program: PartitionedProgram, dimension: BatchDimension, lines: set[str], constraints: Sequence[Instruction]
+) -> float:
+    """Estimate the seconds that splitting a batch at these source lines would save.
+
+    Includes the all-gathers for sharding constraints that replicate the batch.
+    """
+    saved_share = 1 - 1 / _count_parts(program, dimension.mesh_axes)
     wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
-    compute_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
-    return wait_s + compute_s + _repeated_seconds(program, lines)
+    other_wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=[*program.mesh_axes]) - wait_s
+    smaller_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) + other_wait_s
+    gather_lines = {i.source for constraint in constraints for i in (constraint, constraint.operands[0])} - lines
+    wait_s += _sum_collectives(program, "all-gather", gather_lines).exposed_s
+    return wait_s + smaller_s * saved_share + _repeated_seconds(program, lines)
 
 
 def _repeated_seconds(program: PartitionedProgram, lines: Iterable[str]) -> float:
@@ -160,26 +177,27 @@ def _whole_batch_fault(
     dimension: BatchDimension,
     lines: set[str],
     matched_products: set[Instruction],
+    constraints: Sequence[Instruction],
     seconds: float,
 ) -> Fault:
     first = next(p.instruction for p in program.unpartitioned_products if p.instruction in matched_products)
-    axes = _format_axes(program, dimension.mesh_axes)
-    text = (
-        f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}, where each "
-        f"device computes the whole batch of {dimension.size:,}. {_describe_ratio(program)} This costs about "
+    consequence = (
+        f"each device computes the whole batch of {dimension.size:,}. {_describe_ratio(program)} This costs about "
         f"{duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
+    split = f"The batch is split over {format_axes(program, dimension.mesh_axes)} in {dimension.argument}"
+    if constraints:
+        text = f"{split}, but {describe_replication(constraints)}. In {list_lines(program, lines)}, {consequence}"
+        remedy = constraint_remedy(program, dimension, constraints)
+        return Fault(FaultCode.whole_batch, text, remedy, constraints[0].source, dimension.mesh_axes, seconds)
+    text = f"{split} but not in {list_lines(program, lines)}, where {consequence}"
     operand = next(
         (a for a in (*first.operands[:2], first) if dimension in program.unpartitioned.batch_dimensions(a).values()),
         first,
     )
-    position = next(d for d, batch in program.unpartitioned.batch_dimensions(operand).items() if batch == dimension)
-    names = [repr(axis) for axis in dimension.mesh_axes]
-    split = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    spec = ", ".join(["None"] * position + [split])
     remedy = (
         f"Constrain the activations before {short_source(_origin(first).source)} ({short_cause(first.op_name)}): "
-        f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec({spec})))."
+        f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, {batch_spec(program, dimension, operand)}))."
     )
     if not any(
         i.custom_call_target == "Sharding" for c in program.unpartitioned.module.computations for i in c.instructions
@@ -188,7 +206,7 @@ def _whole_batch_fault(
             " The lowered program has no sharding constraint. If your code has some, they were dropped: those of Flax "
             "are only applied under jax.set_mesh(mesh)."
         )
-    return Fault(FaultCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds, None)
+    return Fault(FaultCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds)
 
 
 def _describe_ratio(program: PartitionedProgram) -> str:
@@ -200,20 +218,6 @@ def _describe_ratio(program: PartitionedProgram) -> str:
     return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
 
 
-def _format_axes(program: PartitionedProgram, mesh_axes: Iterable[str]) -> str:
-    return ",".join(f"{axis}={program.mesh_axes.get(axis, 1)}" for axis in mesh_axes)
-
-
-def _list_lines(program: PartitionedProgram, lines: Iterable[str]) -> str:
-    """List up to `MAX_LINES` source lines, the slowest first, and the number of remaining ones."""
-    ordered = sorted(
-        lines, key=lambda line: (-program.sum_seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
-    )
-    shown = ", ".join(short_source(line) for line in ordered[:MAX_LINES])
-    more = len(ordered) - MAX_LINES
-    return f"{shown} and {count_text(more, 'more line')}" if more > 0 else shown
-
-
 def _find_repeated_compute(program: PartitionedProgram, known_lines: set[str]) -> Iterator[Fault]:
     lines = {line for line, ratio in program.flops_ratios.items() if ratio >= MIN_REPEATED_RATIO} - known_lines
     seconds = _repeated_seconds(program, lines)
@@ -223,7 +227,7 @@ def _find_repeated_compute(program: PartitionedProgram, known_lines: set[str]) -
     ratio = max(program.flops_ratios[line] for line in lines)
     text = (
         f"Several devices compute the same matrix products, up to {ratio:.1f} times, in "
-        f"{_list_lines(program, lines)}. This takes about {duration_text(seconds)} of the "
+        f"{list_lines(program, lines)}. This takes about {duration_text(seconds)} of the "
         f"{duration_text(program.step_s)} step."
     )
     remedy = "Shard an operand of these products over the mesh axes that do not split them yet."
@@ -296,11 +300,12 @@ def _sum_collectives(program: PartitionedProgram, kind: str, lines: set[str]) ->
     return _CollectiveCost(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
 
 
-def _find_collectives(program: PartitionedProgram, has_whole_batch: bool) -> Iterator[Fault]:
+def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Iterator[Fault]:
     """Find collectives that send more than necessary.
 
-    These are all-gathers of a batch (unless a whole batch explains them), all-gathers of float32 arrays that are then
-    converted to bfloat16, and all-reduces of which each device uses only a part.
+    These are all-gathers of a batch, all-gathers of float32 arrays that are then converted to bfloat16, and all-reduces
+    of which each device uses only a part. `whole_lines` are the lines that compute a whole batch, which explains their
+    all-reduces and all all-gathers of a batch.
     """
     if program.module is None:
         return
@@ -325,26 +330,29 @@ def _find_collectives(program: PartitionedProgram, has_whole_batch: bool) -> Ite
                 members = 1 if groups is None else groups.shape[1]
                 if members > 1 and _used_share(instruction, users) * members <= 1.01:
                     partly_used_all_reduces.add(source)
-    for dimension, lines in gather_lines.items() if not has_whole_batch else ():
+    for dimension, lines in gather_lines.items() if not whole_lines else ():
         cost = _sum_collectives(program, "all-gather", lines)
-        text = (
-            f"The batch is split over {_format_axes(program, dimension.mesh_axes)} in {dimension.argument}, but every "
-            f"device gathers it in {_list_lines(program, lines)}. {decimal_bytes_text(cost.bytes)} are sent"
-        )
+        text = f"The batch is split over {format_axes(program, dimension.mesh_axes)} in {dimension.argument}, but "
         remedy = "Constrain the gathered array to the sharding of the batch: jax.lax.with_sharding_constraint(...)."
+        if constraints := program.unpartitioned.find_replications(dimension, lines):
+            text += f"{describe_replication(constraints)}: "
+            remedy = constraint_remedy(program, dimension, constraints)
+            cost = cost._replace(source=constraints[0].source)
+        text += f"every device gathers it in {list_lines(program, lines)}. {decimal_bytes_text(cost.bytes)} are sent"
         yield from _collective_fault(program, FaultCode.gathered_batch, cost, 1.0, text, remedy, dimension.mesh_axes)
     cost = _sum_collectives(program, "all-gather", float32_gathers)
     text = (
-        f"Arrays are gathered in float32 and then converted to bfloat16 in {_list_lines(program, float32_gathers)}. "
+        f"Arrays are gathered in float32 and then converted to bfloat16 in {list_lines(program, float32_gathers)}. "
         f"{decimal_bytes_text(cost.bytes)} are sent, and half would do"
     )
     remedy = (
         "Convert the weights to bfloat16 before their use, and constrain the result to the sharding of the weights."
     )
     yield from _collective_fault(program, FaultCode.float32_gather, cost, 0.5, text, remedy)
+    partly_used_all_reduces -= whole_lines
     cost = _sum_collectives(program, "all-reduce", partly_used_all_reduces)
     text = (
-        f"All-reduces in {_list_lines(program, partly_used_all_reduces)} send {decimal_bytes_text(cost.bytes)}, but "
+        f"All-reduces in {list_lines(program, partly_used_all_reduces)} send {decimal_bytes_text(cost.bytes)}, but "
         "each device uses only its part of the sum. Reduce-scatters would send half"
     )
     remedy = "Constrain the sum to the sharding that the next operation needs: jax.lax.with_sharding_constraint(...)."
@@ -450,7 +458,7 @@ def _find_padding(program: PartitionedProgram) -> Iterator[Fault]:
     slowest = max(waste, key=lambda line: waste[line])
     sizes = sorted({counts.most_common(1)[0][0] for line, counts in narrow_sizes.items() if line in waste and counts})
     text = (
-        f"Products in {_list_lines(program, waste)} have dimensions of "
+        f"Products in {list_lines(program, waste)} have dimensions of "
         f"{' and '.join(str(size) for size in sizes[-2:])}, which the {LANES} x {LANES} matrix unit pads to {LANES}. "
         f"Padding takes about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )

@@ -1,0 +1,58 @@
+"""Texts of faults in a program's sharding: lists of source lines, mesh axes, and the constraints that cause a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from valkyrie.compiled.hlo import Instruction
+from valkyrie.compiled.whole import BatchDimension
+from valkyrie.parts import PartKind
+from valkyrie.search.compile.partitioned import PartitionedProgram
+from valkyrie.search.compile.prediction import short_source
+from valkyrie.units import count_text
+
+MAX_LINES = 5
+"""Maximum number of source lines that a fault lists."""
+
+
+def batch_spec(program: PartitionedProgram, dimension: BatchDimension, array: Instruction) -> str:
+    """Return the `PartitionSpec` that splits a batch dimension of an array, as code."""
+    position = next(d for d, batch in program.unpartitioned.batch_dimensions(array).items() if batch == dimension)
+    names = [repr(axis) for axis in dimension.mesh_axes]
+    split = names[0] if len(names) == 1 else f"({', '.join(names)})"
+    return f"PartitionSpec({', '.join(['None'] * position + [split])})"
+
+
+def describe_replication(constraints: Sequence[Instruction]) -> str:
+    """Return a clause that names the source lines of sharding constraints that replicate a batch."""
+    sources = list(dict.fromkeys(short_source(constraint.source) for constraint in constraints))
+    return f"with_sharding_constraint in {join_lines(sources)} replicate{'s' * (len(sources) == 1)} it"
+
+
+def constraint_remedy(
+    program: PartitionedProgram, dimension: BatchDimension, constraints: Sequence[Instruction]
+) -> str:
+    """Return how to change the first of the constraints that replicate a batch dimension."""
+    first = constraints[0]
+    spec = batch_spec(program, dimension, first)
+    return f"Split the batch in {short_source(first.source)} ({spec}), or remove the constraint."
+
+
+def format_axes(program: PartitionedProgram, mesh_axes: Iterable[str]) -> str:
+    """Return mesh axes with their sizes, such as `data=4,model=2`."""
+    return ",".join(f"{axis}={program.mesh_axes.get(axis, 1)}" for axis in mesh_axes)
+
+
+def list_lines(program: PartitionedProgram, lines: Iterable[str]) -> str:
+    """List source lines, the slowest first, as `join_lines` does."""
+    ordered = sorted(
+        lines, key=lambda line: (-program.sum_seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
+    )
+    return join_lines([short_source(line) or "an unknown line" for line in ordered])
+
+
+def join_lines(lines: Sequence[str]) -> str:
+    """Join up to `MAX_LINES` source lines, and the number of remaining ones."""
+    more = len(lines) - MAX_LINES
+    shown = [*lines[:MAX_LINES], *([count_text(more, "more line")] if more > 0 else [])]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
