@@ -39,6 +39,7 @@ from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
 from valkyrie.train.memory import MemoryEstimator, expected_memory, saved_bytes, to_candidates
 from valkyrie.train.program import StepProgram
+from valkyrie.units import memory_text
 
 COMPILED_FILE = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
 
@@ -515,6 +516,7 @@ def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
         assert suggestion is not None and suggestion.speedup > 1.05
         assert [*suggestion.changes] == [f"{k}={n}" for k, n in zip(keys, (*expected_counts, 128), strict=True)]
         assert f" {head_dim} " in str(suggestion) and f" {padded_dim}." in str(suggestion)
+        assert suggestion.peaks[1] < suggestion.peaks[0] and memory_text(suggestion.peaks[1]) in str(suggestion)
     for settings in (
         ("target=h100-16", *narrow, *heads),
         ("target=v5e-16", *narrow, "model.attention.heads=15", "model.attention.kv_heads=15"),

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
-from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
+from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
 from valkyrie.search.compile.runner import CompiledRun
@@ -40,6 +41,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
+from valkyrie.search.remarks import collect_remarks, describe_ties, suggest_compile
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
@@ -47,7 +49,7 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
-from valkyrie.units import memory_text
+from valkyrie.units import memory_text, number_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -293,7 +295,7 @@ def test_no_compile_starts_that_would_exceed_the_budget(
     assert "mode.budget=100s" in compiles.stop_reason
 
 
-def test_the_budget_stops_even_the_first_compile_and_the_answer_is_an_estimate(
+def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_estimate(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
     clock = [0.0]
@@ -306,9 +308,30 @@ def test_the_budget_stops_even_the_first_compile_and_the_answer_is_an_estimate(
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", endless)
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=1min")
-    assert status == 0 and 60 <= clock[0] < 62 and answer["best"][0]["stage"] == "estimate"
+    assert status == 0 and 120 <= clock[0] < 122 and answer["best"][0]["stage"] == "estimate"
     assert answer["compiled"] == 0 and "mode.budget=1min" in answer["why"]
-    assert "mode.budget=30min" in printed, "a longer budget is suggested"
+    assert "mode.budget=30min" in answer["warning"], "a longer budget is suggested"
+    assert 0 < printed.index(answer["warning"]) < printed.index("bound by"), "the warning is above the table"
+    answer = search("partition=fsdp", "remat=full", "mode.compiles=0").answer
+    assert answer["warning"] == "", "these estimates were requested"
+
+
+def test_a_later_compile_stops_at_the_end_of_the_budget(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+
+    def wait(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        for _ in range(10 if not compiler.plans else 1000):
+            clock[0] += 1.0
+            watch()
+        return compiler(plan, watch)
+
+    monkeypatch.setattr(compiling, "compile_trial", wait)
+    request = make_request("mode.budget=100s")
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path)
+    assert len(compiles.layouts) == 1 and 100 <= clock[0] < 102 and "mode.budget=100s" in compiles.stop_reason
 
 
 def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
@@ -391,7 +414,7 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     rows = rank_layouts(request, shortlist, compiles, 10)
     assert rows[0].stage.value == first
     ranking = rank(request.run, request.space())
-    remarks = " ".join(mode._collect_remarks(request, rows[0], ranking, shortlist, compiles, MeasuredTrials()))
+    remarks = " ".join(collect_remarks(request, rows, ranking, shortlist, compiles, MeasuredTrials()))
     assert ("2.0 times" in remarks and "mode.compiles=" in remarks) == (first == "estimate")
     assert "best layout found" not in remarks or first == "compile"
 
@@ -657,6 +680,7 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         ),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
         (("mode.tokens=1e9", "steps=50"), "steps=50 cannot be combined with tokens=1e+09"),
+        (("mode.budget_usd=50", "steps=50"), "steps=50 cannot be combined with budget_usd=50"),
         (("mode.search_batch=true",), "batch= cannot be combined with batch=auto"),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches= cannot be combined with device_batch=[2,4]"),
         (("mode.device_batches=[]",), "device_batch=[] has no value"),
@@ -739,6 +763,42 @@ def test_a_search_can_use_only_estimates(search: Callable[..., FinishedSearch]) 
     assert f"{FSDP_BASELINE}: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
     printed = search("mode.compiles=0", "partition=fsdp", "name=fsdp").printed
     assert "train it: " in printed and FSDP_BASELINE not in printed, "the best layout is not compared with its own kind"
+
+
+def test_a_budget_in_dollars_sets_the_steps_and_has_a_range(search: Callable[..., FinishedSearch]) -> None:
+    finished = search("mode.compiles=0", "mode.budget_usd=2", "partition=fsdp", "mode.targets=[v5e-8,v6e-8]")
+    rows, config = finished.answer["best"], finished.run.config
+    steps = math.floor(rows[0]["tokens_for_budget"] / (config.batch * config.seq))
+    assert steps > 1
+    assert all(f" steps={steps} " in finished.answer[key] for key in ("train", "launch"))
+    costs = [line for line in finished.answer["remarks"] if "per chip-hour" in line]
+    targets = [row["overrides"][0].removeprefix("target=") for row in rows]
+    places = [int(line[1 : line.index(" ")]) for line in costs]
+    assert places == sorted(targets.index(name) + 1 for name in ("v5e-8", "v6e-8")), "the best row of each slice"
+    for line in costs:
+        row = rows[int(line[1 : line.index(" ")]) - 1]
+        tokens = row["tokens_for_budget"] / 1e9
+        low, high = (tokens * row["step_s"] / row[key] for key in ("high_s", "low_s"))
+        assert f"{number_text(tokens)} ({number_text(low)} to {number_text(high)})" in line
+    printed = search("mode.compiles=0", "mode.tokens=1e9", "target.chip.spot_usd_per_hour=0.5", "name=spot").printed
+    (spot,) = [line for line in printed.splitlines() if "$0.50 per chip-hour" in line]
+    assert "spot" in spot and " hours " in spot
+
+
+def test_equally_fast_layouts_and_the_command_that_compiles_an_estimated_one_are_named() -> None:
+    request = make_request()
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:4]
+    factors = (1.0, 1.01, 1.1, 1.0)
+    rows = [row.with_step_time(factor * rows[0].step_s) for row, factor in zip(rows, factors, strict=True)]
+    (line,) = describe_ties(request, rows)
+    assert line.endswith(": #2, #4.")
+    assert describe_ties(request, [rows[0], *(row.with_step_time(1.1 * rows[0].step_s) for row in rows[1:])]) == []
+    compiled = replace(rows[0], stage=Stage.compile)
+    assert describe_ties(request, [compiled, *rows[1:]]) == [], "an estimate does not tie with a compiled step"
+    (line,) = suggest_compile(request, [compiled, *rows[1:]])
+    run = parse_run(shlex.split(line.partition("valkyrie-train ")[2]))
+    assert "#2" in line and run.config.mode.name == "compile" and run.problems() == []
+    assert run.config.partition.name == rows[1].candidate.partition and run.config.batch == request.run.config.batch
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:

@@ -288,7 +288,8 @@ def search_program(
         axes: Names of the mesh axes.
         rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
         budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
-            exceed it, judging by the longest so far. A compile that does exceed it is stopped.
+            exceed it, judging by the longest so far. A compile that does exceed it is stopped (the first at twice this
+            time).
         folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. Raises
             ValueError if the folder has a search for another slice or with layouts that this search does not try, or
             belongs to a run, a sweep or `mode=search`.

@@ -18,7 +18,7 @@ class Config(CompilingMode, MeasuringMode):
 
     Args:
         budget: time for compiles, and the same again for measurements (`10min`, `90s`, `2h`); null for no limit. At
-            its end, a running compile is stopped, and no further measurement starts.
+            its end, a running compile is stopped (the first one at twice this time), and no further measurement starts.
         targets: slices to compare. If empty, searches only the slice of `target`.
         shapes: whether to search every shape of a slice.
         search_batch: whether to search the global batch as well (`batch=auto` for short).
@@ -29,7 +29,8 @@ class Config(CompilingMode, MeasuringMode):
             that `tune` found. The answer includes these options only if the tuned layout is the fastest.
         tune: time for trying compiler options and implementations on the best layout; null for none.
         tokens: tokens to train on. The answer reports the hours and dollars for them.
-        budget_usd: dollars to spend. The answer reports the number of tokens that they pay for.
+        budget_usd: dollars to spend. The answer reports the number of tokens that they pay for, and its command trains
+            on them.
     """
 
     description: ClassVar[str] = (

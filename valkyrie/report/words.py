@@ -134,7 +134,10 @@ def summarise_search(search: SearchAnswer) -> Summary:
         numbers.insert(1, BigNumber("sequences in a batch", f"{best.candidate.batch:,}", tokens, is_unit=True))
     if best.tokens_for_budget is not None:
         budget = f"tokens for ${number_text(search.budget_usd or 0)}"
-        numbers.append(BigNumber(budget, f"{number_text(best.tokens_for_budget / 1e9)} billion", is_unit=True))
+        fewest, most = (best.tokens_for_budget * best.step_s / seconds / 1e9 for seconds in (best.high_s, best.low_s))
+        token_range = f"{number_text(fewest)} to {number_text(most)}" if best.interval else ""
+        billions = f"{number_text(best.tokens_for_budget / 1e9)} billion"
+        numbers.append(BigNumber(budget, billions, token_range, is_unit=True))
     if best.dollars is not None and best.hours is not None:
         tokens = f"{number_text((search.tokens or 0) / 1e9)} billion tokens"
         numbers.append(

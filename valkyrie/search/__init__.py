@@ -41,3 +41,9 @@ Also that of `mode=compile` if the program does not fit or the compile fails or 
 `mode=measure` if the program does not fit. A search with nothing but estimates ends with 0. Differs from 1 and 2,
 because it reports a result and not an error.
 """
+
+FIRST_COMPILE_FACTOR = 2.0
+"""The first compile of a search may take up to this multiple of its budget, because a stopped compile has no result.
+
+If it were stopped at the end of the budget, repeating the search would never compile anything.
+"""

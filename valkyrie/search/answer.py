@@ -185,7 +185,9 @@ def _limiting_resource(part: StepPart) -> str:
 
 
 def print_answer(answer: SearchAnswer, console: Console) -> None:
-    """Print a table of the best layouts with step time, memory, rates, cost and bottleneck."""
+    """Print a table of the best layouts with step time, memory, rates, cost and bottleneck, after any warning."""
+    if answer.warning:
+        console.print(answer.warning, style="bold yellow", soft_wrap=True)
     style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": answer.title, "title_justify": "left"}
     console.print(terminal_table(answer_columns(answer), answer.best, **style))
 
@@ -200,7 +202,15 @@ def describe_work(request: SearchRequest) -> str:
 def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str:
     """Return the command that trains a layout. `options` are additional overrides (`SearchAnswer.options`)."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
-    return "valkyrie-train " + shlex.join([*request.train_arguments(row.candidate.batch), *overrides])
+    arguments = request.train_arguments(row.candidate.batch, row.tokens_for_budget)
+    return "valkyrie-train " + shlex.join([*arguments, *overrides])
+
+
+def compile_command(request: SearchRequest, row: RankedLayout) -> str:
+    """Return the `mode=compile` command of a layout."""
+    return "valkyrie-train " + shlex.join(
+        ["mode=compile", *request.arguments, f"target={row.candidate.target}", *row.overrides[1:]]
+    )
 
 
 def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:

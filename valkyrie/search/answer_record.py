@@ -172,6 +172,8 @@ class SearchAnswer:
         train: Command that trains the first layout in `best`.
         launch: Command that rents the slices of the first layout in `best` and trains it. None if this machine has the
             devices, or if Valkyrie cannot rent several slices of this platform.
+        warning: Line above the table which says that every number is an estimate, because the budget ended before a
+            layout was compiled, and what to type. Empty otherwise.
     """
 
     command: list[str]
@@ -202,6 +204,7 @@ class SearchAnswer:
     budget_usd: float | None = None
     train: str | None = None
     launch: str | None = None
+    warning: str = ""
     schema: int = 1
     unknown: dict[str, Any] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
+from valkyrie.search import FIRST_COMPILE_FACTOR
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
@@ -188,8 +189,9 @@ def compile_best(
     compile first. Then, except for baselines, no mesh and partition is repeated before `MIN_DISTINCT` are compiled.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
-    running when the budget ends is stopped and not recorded. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds
-    the results so far. Stops with `compiled_layouts.is_refused` if an environment variable makes every compile fail.
+    running when the budget ends (the first: `FIRST_COMPILE_FACTOR` times the budget) is stopped. After Ctrl-C
+    (KeyboardInterrupt), `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an
+    environment variable makes every compile fail.
 
     Args:
         request: The search.
@@ -209,7 +211,8 @@ def compile_best(
     stage_start, longest_s = time.monotonic(), 0.0
 
     def watch(layout: EstimatedLayout, start: float) -> None:
-        if request.budget_s is not None and time.monotonic() - stage_start > request.budget_s:
+        factor = 1.0 if longest_s else FIRST_COMPILE_FACTOR
+        if request.budget_s is not None and time.monotonic() - stage_start > factor * request.budget_s:
             raise BudgetExceeded
         on_wait(layout, time.monotonic() - start, longest_s)
 
@@ -217,15 +220,10 @@ def compile_best(
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
         best = None if compiled_layouts.filter_uncompiled_chips(possible) else compiled_layouts.best(request)
         # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
-        untried_baselines = (
-            []
-            if best is None
-            else [b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None]
-        )
+        baselines = [] if best is None else find_baseline_layouts(best)
+        untried_baselines = [b for b in baselines if compiled_layouts.get(b.candidate) is None]
         layout = untried_baselines[0] if untried_baselines else _pick_next(request, possible, compiled_layouts)
-        lower_bound = min(
-            (request.cost(other, _lower_bound_s(other, compiled_layouts)) for other in possible), default=0.0
-        )
+        lower_bound = min((request.cost(e, _lower_bound_s(e, compiled_layouts)) for e in possible), default=0.0)
         if layout is None:
             compiled_layouts.stop_reason = "every layout that may fit was compiled"
         elif (
@@ -243,8 +241,9 @@ def compile_best(
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except BudgetExceeded:
-            overrides = " ".join(layout.candidate.overrides)
-            compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
+            limit = "at the end of" if longest_s else f"after {FIRST_COMPILE_FACTOR:g} times"
+            stopped = f"the compile of {' '.join(layout.candidate.overrides)} was stopped"
+            compiled_layouts.stop_reason = f"{stopped} {limit} mode.budget={request.mode.budget}"
             return
         if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True

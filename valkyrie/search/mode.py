@@ -13,25 +13,23 @@ from rich.text import Text
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.problems import DIVISIBILITY_CODES, format_alternatives
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
-from valkyrie.search import NO_STEP_TIME
+from valkyrie.search import FIRST_COMPILE_FACTOR, NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
-from valkyrie.search.answer_record import RankedLayout, SearchAnswer, Stage
-from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
+from valkyrie.search.answer_record import SearchAnswer
+from valkyrie.search.baselines import baseline_layouts, find_baselines
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
     add_recorded_layouts,
     compile_best,
-    make_compile_run,
 )
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
 from valkyrie.search.folder import lock_folder, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
@@ -44,6 +42,7 @@ from valkyrie.search.measuring import (
     measurement_summary,
     rank_measured_layouts,
 )
+from valkyrie.search.remarks import collect_remarks, describe_missing_compiles, target_slice
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
 from valkyrie.search.tuning import tune_best
@@ -57,7 +56,7 @@ MAX_SHOWN_LAYOUTS = 10
 
 The answer has more if more were measured, or if the slices have more kinds and numbers of chips.
 """
-MAX_SHOWN_REASONS = 5
+MAX_SHOWN_REASONS = 3
 """Maximum number of printed reasons why layouts were refused. The most frequent are printed."""
 
 
@@ -111,6 +110,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     shortlist = build_shortlist(ranking)
     compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
     if not shortlist.fitting and not shortlist.may_fit:
+        _print_refusals(space, console)
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(NO_STEP_TIME, folder, reason, console)
     will_measure = request.mode.measure > 0 and can_measure(request)
@@ -123,8 +123,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
     shortlist = shortlist.select(compiled_layouts.may_fit)  # the answer omits layouts that compiles show do not fit
     best, options = compiled_layouts.best(request), []
-    tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
-    if status == 0 and best is not None and tune_s is not None:
+    if status == 0 and best is not None and (tune_s := parse_seconds(request.mode.tune or "")) is not None:
         status, options = tune_best(request, best, tune_s, console)
     if status == 0 and will_measure:
         status = _measure(request, shortlist, compiled_layouts, folder, measured_trials, console)
@@ -139,8 +138,8 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
             reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
-    remarks = _collect_remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
-    launch = None if has_devices(_target_slice(rows[0], request)) else launch_command(request, rows[0], options)
+    remarks = collect_remarks(request, rows, ranking, shortlist, compiled_layouts, measured_trials)
+    launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], options)
     answer = SearchAnswer(
         command=list(run.arguments),
         question=request_digest(request),
@@ -170,12 +169,14 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         budget_usd=request.budget_usd,
         train=train_command(request, rows[0], options),
         launch=launch,
+        warning=describe_missing_compiles(request, rows, compiled_layouts),
     )
     print_answer(answer, console)
     lines = [*remarks, f"train it: {answer.train}", *([f"launch it: {launch}"] if launch else [])]
     stored = save_answer(folder, answer)
     for line in [*lines, f"page: {write_report(folder)}", stored]:
         console.print(line, soft_wrap=True)
+    _print_refusals(space, console)
     return SearchResult(status, folder, answer)
 
 
@@ -207,51 +208,10 @@ def _report_no_fit(status: int, folder: Path, reason: str, console: Console) -> 
     return SearchResult(status, folder, None, reason)
 
 
-def _collect_remarks(
-    request: SearchRequest,
-    best: RankedLayout,
-    ranking: Ranking,
-    shortlist: Shortlist,
-    compiled_layouts: CompiledLayouts,
-    measured_trials: MeasuredTrials,
-) -> list[str]:
-    """Return sentences that compare the best layout with baselines, and suggest unpadded attention heads if useful."""
-    lines, is_estimate = [], best.stage is Stage.estimate
-    if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
-        text = f"The best layout is only estimated. {ratios}"
-        if len(compiled_layouts.layouts) >= request.mode.compiles:
-            text += f" Compile more: mode.compiles={max(6, 2 * request.mode.compiles)}."
-        elif "mode.budget" in compiled_layouts.stop_reason:
-            text += " Compile more: use a longer budget=."
-        lines.append(text)
-    if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
-        lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
-    for baseline in find_baselines(request, ranking, _target_slice(best, request), best.candidate):
-        if baseline.layout is not None and baseline.layout.candidate == best.candidate:
-            continue
-        measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
-        lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
-    if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
-        lines.append(str(unpadded))
-    return lines
-
-
 def _count_too_large(ranking: Ranking, compiled_layouts: CompiledLayouts) -> int:
     """Return the number of layouts that do not fit by estimate and were not compiled."""
     too_large = sum(len(estimates.fit_mask) - int(estimates.fit_mask.sum()) for estimates in ranking.estimates)
     return too_large - sum(not layout.estimate.fits for layout in compiled_layouts.layouts)
-
-
-def _suggest_unpadded_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> UnpaddedHeads | None:
-    layouts = [*shortlist.fitting, *shortlist.may_fit]
-    layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
-    if layout is None:
-        return None
-    return suggest_unpadded_heads(make_compile_run(request, layout))
-
-
-def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
-    return next(target for target in request.targets if target.name == row.candidate.target)
 
 
 def _compile(
@@ -272,8 +232,11 @@ def _compile(
     if limit == 0:
         compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
         return 0
-    budget = request.mode.budget
-    stop_condition = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
+    budget, stop_condition = request.mode.budget, "on Ctrl-C"
+    if budget is not None:
+        stop_condition = (
+            f"after mode.budget={budget} ({FIRST_COMPILE_FACTOR:g} times that for the first compile), or on Ctrl-C"
+        )
     console.print(
         f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
     )
@@ -304,8 +267,10 @@ def _compile(
     status_line = console.status("compiling")
 
     def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
-        longest_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
-        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{longest_text}"
+        limit_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
+        if not longest_s and request.budget_s is not None:
+            limit_text = f" of at most {FIRST_COMPILE_FACTOR * request.budget_s:.0f} s"
+        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{limit_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
         status_line.update(Text(text + best_so_far))
@@ -323,11 +288,6 @@ def _compile(
         return EXIT_REFUSED
     if compiled_layouts.layouts:
         return 0 if compiled_layouts.best(request) is not None else NO_STEP_TIME
-    advice = (
-        "Nothing was compiled, so these are estimates only. To compile the best layouts, use a longer budget: "
-        "mode.budget=30min."
-    )
-    console.print(advice, style="yellow", soft_wrap=True)
     return 0
 
 
@@ -358,7 +318,7 @@ def _measure(
 
 
 def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, console: Console) -> None:
-    """Print the number of estimated layouts, and the most frequent reasons for refusals.
+    """Print the number of estimated layouts.
 
     Also prints a warning if the precision sets a narrower dtype for matmuls, which estimates count as bfloat16.
     """
@@ -378,8 +338,16 @@ def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, con
             style="yellow",
             soft_wrap=True,
         )
-    for reason, count in list(_refusal_counts(space).items())[:MAX_SHOWN_REASONS]:
+
+
+def _print_refusals(space: LayoutSpace, console: Console) -> None:
+    """Print the most frequent reasons why layouts were refused."""
+    reasons = _refusal_counts(space)
+    for reason, count in list(reasons.items())[:MAX_SHOWN_REASONS]:
         console.print(f"  {count:>7,} refused: {reason}", style="dim")
+    if len(reasons) > MAX_SHOWN_REASONS:
+        others = sum(list(reasons.values())[MAX_SHOWN_REASONS:])
+        console.print(f"  {others:>7,} refused for other reasons", style="dim")
 
 
 def _refusal_counts(space: LayoutSpace) -> dict[str, int]:

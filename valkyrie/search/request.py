@@ -108,14 +108,22 @@ class SearchRequest:
         """The user's arguments that apply to all layouts (see `shared_arguments`)."""
         return shared_arguments(self.run.arguments)
 
-    def train_arguments(self, batch: int | None) -> list[str]:
-        """Return `arguments` with `steps=` added to train on `tokens`.
+    def train_arguments(self, batch: int | None, tokens_for_budget: float | None) -> list[str]:
+        """Return `arguments` with `steps=` added to train on `tokens`, or else on the tokens that `budget_usd` buys.
 
-        Adds nothing if `tokens` is None. `batch` is the batch of the layout, or None if the search does not vary it.
+        Adds nothing if neither is known.
+
+        Args:
+            batch: Batch of the layout, or None if the search does not vary it.
+            tokens_for_budget: Tokens that the layout trains on for `budget_usd`, or None if unknown. The steps are
+                rounded down, so that they cost at most the budget, but to at least 1.
         """
-        if self.tokens is None:
-            return self.arguments
-        return [*self.arguments, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
+        step_tokens = self.step_tokens(batch)
+        if self.tokens is not None:
+            return [*self.arguments, f"steps={math.ceil(self.tokens / step_tokens)}"]
+        if tokens_for_budget is not None:
+            return [*self.arguments, f"steps={max(1, math.floor(tokens_for_budget / step_tokens))}"]
+        return self.arguments
 
 
 def shared_arguments(arguments: Sequence[str]) -> list[str]:
@@ -144,11 +152,12 @@ def parse_request(run: Run) -> SearchRequest:
             f"{refused_keys[0]}= cannot be combined with batch=auto, which searches the batch. Remove one of the two "
             "settings."
         )
-    if mode.tokens is not None and "steps" in keys:
-        raise ValueError(
-            f"steps={config.steps} cannot be combined with tokens={mode.tokens:g}, which sets the number of steps. "
-            "Remove one of the two settings."
-        )
+    for key, amount in (("tokens", mode.tokens), ("budget_usd", mode.budget_usd)):
+        if amount is not None and "steps" in keys:
+            raise ValueError(
+                f"steps={config.steps} cannot be combined with {key}={amount:g}, which sets the number of steps. "
+                "Remove one of the two settings."
+            )
     if "mode.device_batches" in keys and not mode.device_batches:
         raise ValueError("device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out.")
     if mode.device_batches and (refused_keys := sorted(keys & {"device_batch", "microbatches"})):

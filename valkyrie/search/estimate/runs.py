@@ -22,8 +22,9 @@ from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_link
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import to_candidates
+from valkyrie.train.memory import MemoryEstimator, to_candidates
 from valkyrie.trees import with_value
+from valkyrie.units import memory_text
 
 
 def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
@@ -60,18 +61,22 @@ class UnpaddedHeads(NamedTuple):
         padded_dim: Their dimensions with padding.
         changes: Overrides that set the unpadded heads.
         speedup: Estimated step time of the run divided by that with unpadded heads.
+        peaks: Estimated peak memory per device of the run and with unpadded heads, in bytes.
     """
 
     head_dim: int
     padded_dim: int
     changes: tuple[str, ...]
     speedup: float
+    peaks: tuple[int, int]
 
     def __str__(self) -> str:
+        padded_peak, peak = map(memory_text, self.peaks)
+        memory = "" if peak == padded_peak else f", with a peak of {peak} per device instead of {padded_peak}"
         return (
             f"Attention heads of {self.head_dim} dimensions are padded to {self.padded_dim}. {' '.join(self.changes)} "
             f"makes another model, with projections of the same size. Its step is estimated to be {self.speedup:.2f} "
-            "times as fast."
+            f"times as fast{memory}."
         )
 
 
@@ -100,8 +105,13 @@ def suggest_unpadded_heads(run: Run) -> UnpaddedHeads | None:
     speedup = seconds[0] / seconds[1]
     if speedup < MIN_SPEEDUP:
         return None
+    peaks = [
+        int(MemoryEstimator(each, stack_runs([each])).estimate(each.config.remat).total[0]) for each in (run, unpadded)
+    ]
     changes = tuple(f"model.attention.{name}={value}" for name, value in sizes.items())
-    return UnpaddedHeads(attention.head_dim, -(-attention.head_dim // lanes) * lanes, changes, speedup)
+    return UnpaddedHeads(
+        attention.head_dim, -(-attention.head_dim // lanes) * lanes, changes, speedup, (peaks[0], peaks[1])
+    )
 
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:

@@ -1,0 +1,164 @@
+"""Sentences below the answer of a search: costs, ties, baselines, and what to try next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import TargetConfig
+from valkyrie.report.words import EQUAL_RATIO
+from valkyrie.search.answer import compile_command
+from valkyrie.search.answer_record import RankedLayout, Stage
+from valkyrie.search.baselines import find_baselines, format_comparison
+from valkyrie.search.compiling import CompiledLayouts, make_compile_run
+from valkyrie.search.estimate.rank import Ranking
+from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
+from valkyrie.search.measuring import MeasuredTrials
+from valkyrie.search.request import SearchRequest, compute_price
+from valkyrie.search.shortlist import Shortlist, describe_chips
+from valkyrie.units import number_text, percent_text
+
+
+def collect_remarks(
+    request: SearchRequest,
+    rows: Sequence[RankedLayout],
+    ranking: Ranking,
+    shortlist: Shortlist,
+    compiled_layouts: CompiledLayouts,
+    measured_trials: MeasuredTrials,
+) -> list[str]:
+    """Return the sentences below the table of an answer.
+
+    They state costs by kind of chip and layouts that are as fast as the best one, compare the best layout with
+    baselines, and suggest unpadded attention heads and more compiles if useful. `rows` is the table, the best first.
+    """
+    best = rows[0]
+    lines, is_estimate = [*describe_costs(request, rows), *describe_ties(request, rows)], best.stage is Stage.estimate
+    if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
+        text = f"The best layout is only estimated. {ratios}"
+        if len(compiled_layouts.layouts) >= request.mode.compiles:
+            text += f" Compile more: mode.compiles={max(6, 2 * request.mode.compiles)}."
+        elif "mode.budget" in compiled_layouts.stop_reason:
+            text += " Compile more: use a longer budget=."
+        lines.append(text)
+    if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
+        lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
+    for baseline in find_baselines(request, ranking, target_slice(request, best), best.candidate):
+        if baseline.layout is not None and baseline.layout.candidate == best.candidate:
+            continue
+        measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
+        lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
+    if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
+        lines.append(str(unpadded))
+    return [*lines, *suggest_compile(request, rows)]
+
+
+def describe_missing_compiles(
+    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts
+) -> str:
+    """Explain that every number is an estimate, because the budget ended before a layout was compiled.
+
+    Returns "" if a layout was compiled or measured, or if none was compiled for another reason.
+    """
+    reason, budget_s = compiled_layouts.stop_reason, request.budget_s
+    if budget_s is None or compiled_layouts.layouts or "mode.budget" not in reason:
+        return ""
+    if any(row.stage is not Stage.estimate for row in rows):
+        return ""
+    return (
+        f"Every number is an estimate, because no layout was compiled: {reason}. For compiled numbers, use a longer "
+        f"budget: mode.budget={max(30, math.ceil(4 * budget_s / 60))}min. Finished compiles are stored, so the same "
+        "command continues after them."
+    )
+
+
+def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line for the best layout on each kind and number of chips, with the price of a chip-hour.
+
+    The line has the hours and tokens that `budget_usd` pays for, and the hours and dollars of `tokens`, with their
+    ranges. If the chip has a spot price, another line repeats them at this price. Chips without a price get no line.
+    Returns an empty list if neither setting is used.
+    """
+    lines, described_chips = list[str](), set[str]()
+    if request.budget_usd is None and request.tokens is None:
+        return lines
+    for place, row in enumerate(rows, start=1):
+        target = target_slice(request, row)
+        if (chips_text := describe_chips(target)) in described_chips:
+            continue
+        described_chips.add(chips_text)
+        for is_spot in (False, True):
+            hour_usd = compute_price(target, 3600.0, spot=is_spot)
+            if hour_usd:
+                lines.append(f"#{place} on {target.name} at {_describe_cost(request, row, target, hour_usd, is_spot)}")
+    return lines
+
+
+def _describe_cost(
+    request: SearchRequest, row: RankedLayout, target: TargetConfig, hour_usd: float, is_spot: bool
+) -> str:
+    chips = (target.chips or 1) * target.slices
+    tokens_per_hour = 3600 * chips * row.tokens_per_second_per_chip
+    low, high = row.low_s / row.step_s, row.high_s / row.step_s
+    facts = []
+    if request.budget_usd is not None:
+        hours = request.budget_usd / hour_usd
+        tokens_text = _with_range(hours * tokens_per_hour / 1e9, 1 / high, 1 / low)
+        facts.append(
+            f"${number_text(request.budget_usd)} pays for {number_text(hours)} hours: {tokens_text} billion tokens"
+        )
+    if request.tokens is not None:
+        hours = request.tokens / tokens_per_hour
+        facts.append(
+            f"{number_text(request.tokens / 1e9)} billion tokens take {_with_range(hours, low, high)} hours and cost "
+            f"{_with_range(hours * hour_usd, low, high)} dollars"
+        )
+    return f"${hour_usd / chips:,.2f} per chip-hour{' (spot)' if is_spot else ''}: {'; '.join(facts)}"
+
+
+def _with_range(value: float, low: float, high: float) -> str:
+    """Format a number and its range, such as `17.5 (13.5 to 19.1)`. `low` and `high` are relative to `value`."""
+    if low == high:
+        return number_text(value)
+    return f"{number_text(value)} ({number_text(low * value)} to {number_text(high * value)})"
+
+
+def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line with the layouts on the same chips that are as fast as the best one, or an empty list.
+
+    Compares only step times from the same source, because estimates have larger errors than compiled steps.
+    """
+    best, tied_places = rows[0], list[str]()
+    chips_text = describe_chips(target_slice(request, best))
+    for place, row in enumerate(rows[1:], start=2):
+        is_comparable = row.stage is best.stage and describe_chips(target_slice(request, row)) == chips_text
+        if is_comparable and row.tokens_per_second_per_chip * EQUAL_RATIO >= best.tokens_per_second_per_chip:
+            tied_places.append(f"#{place}")
+    if not tied_places:
+        return []
+    source = " by estimate" if best.stage is Stage.estimate else ""
+    return [f"Equally fast as #1{source}, within {percent_text(EQUAL_RATIO - 1)}: {', '.join(tied_places)}."]
+
+
+def suggest_compile(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line with the command that compiles the first estimated row on a slice that can be compiled for."""
+    for place, row in enumerate(rows, start=1):
+        platform = get_platform(target_slice(request, row).platform)
+        if row.stage is Stage.estimate and platform.compiles_without_devices:
+            command = compile_command(request, row)
+            return [f"To compile #{place}, or another row with its own settings: {command}"]
+    return []
+
+
+def _suggest_unpadded_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> UnpaddedHeads | None:
+    layouts = [*shortlist.fitting, *shortlist.may_fit]
+    layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
+    if layout is None:
+        return None
+    return suggest_unpadded_heads(make_compile_run(request, layout))
+
+
+def target_slice(request: SearchRequest, row: RankedLayout) -> TargetConfig:
+    """Return the requested slice of a row."""
+    return next(target for target in request.targets if target.name == row.candidate.target)
