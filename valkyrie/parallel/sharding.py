@@ -101,7 +101,7 @@ class MeshShard:
             self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry
         ):
             total = f(*operands)
-            return self.shard_for_storage(self.gather_for_use(total, *axes) if full_gradient else total, *axes)
+            return self._shard_gradient(self.gather_for_use(total, *axes) if full_gradient else total, *axes)
         scattered_axes = {m for entry in dim_axes for m in entry}
         other_data_axes = tuple(m for m in self.layout.mesh.axes if m in data_axes and m not in scattered_axes)
         row_spec = to_spec((self.activation_mesh_axes(BATCH), self.activation_mesh_axes(SEQ)))
@@ -121,7 +121,10 @@ class MeshShard:
             axis_names=data_axes,
             check_vma=False,
         )(*operands)
-        return self.shard_for_storage(parts, *axes)
+        return self._shard_gradient(parts, *axes)
+
+    def _shard_gradient(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored_axes(axes)))
 
     def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
@@ -185,6 +188,30 @@ class MeshShard:
             axis_names={axis for axis in self.mesh.axis_names if axis not in manual},
             check_vma=check_vma,
         )
+
+
+class BatchShard(MeshShard):
+    """The `Shard` of the rows in one shard of the batch, for use under `jax.vmap` over all shards.
+
+    `vmap` must have `spmd_axis_name=axes`, which adds these mesh axes to the specs of everything that depends on the
+    rows. Gradients of parameters are those of the shard's rows: they are not summed over `axes`.
+    """
+
+    def __init__(self, shard: MeshShard) -> None:
+        self._stored_layout, self.axes = shard.layout, shard.activation_mesh_axes(BATCH)
+        super().__init__(shard.layout.batch_shard_layout, shard.mesh, shard.backend)
+        self._uses_all_to_all = False
+
+    def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Constrain a parameter to its sharding between steps, and its gradient to that within a batch shard."""
+        stored = self.sharding(self._stored_layout.stored_axes(axes))
+
+        @jax.custom_vjp
+        def constrain(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, stored)
+
+        constrain.defvjp(lambda x: (constrain(x), None), lambda _, g: (self._shard_gradient(g, *axes),))
+        return constrain(x)
 
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:

@@ -213,6 +213,11 @@ class StepProgram:
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.builder, self.optimizer, self._keep_ema, seed, self.carry)
 
+    @cached_property
+    def sums_gradients_once(self) -> bool:
+        """Whether gradients of microbatches are summed over devices once per step."""
+        return self.shard.shard_count("batch") > 1
+
     @property
     def carry(self) -> dict[str, Array]:
         """Shapes, dtypes and axes of the arrays that the task passes from step to step."""

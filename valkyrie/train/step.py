@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from valkyrie.axes import BATCH, Shard
 from valkyrie.optim import UNAVERAGED_GROUPS
+from valkyrie.parallel.sharding import BatchShard
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.state import TrainState, copy_to_device
 
@@ -77,52 +80,90 @@ def _gradients(
     Without a pipeline, microbatches run one after another: gradients are added in float32, and metric sums in their own
     dtypes. A pipeline splits the batch itself, and its microbatches are differentiated together.
     """
+    if program.layout.accumulation_steps > 1:
+        return *_accumulate(program, parameters, batch, key), carry
+    gradients, (sums, carry) = _differentiate(program, program.shard)(parameters, batch, carry, key)
+    return gradients, sums, carry
+
+
+def _differentiate(program: StepProgram, shard: Shard) -> Callable[..., tuple[Any, tuple[dict[str, jax.Array], Any]]]:
+    """Return the function (parameters, rows, carry, key) -> (gradients, (metric sums, carry)) of the task's loss."""
     needs_key = program.run.model.dropout > 0 or program.task.needs_key
 
     def objective(
-        parameters: Any, microbatch: Batch, key: jax.Array
+        parameters: Any, rows: Batch, carry: Any, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         module = program.builder.module(parameters)
         batch_loss = program.task.loss(
-            module,
-            microbatch,
-            carry,
-            shard=program.shard,
-            checkpoint=program.checkpoint(),
-            key=key if needs_key else None,
+            module, rows, carry, shard=shard, checkpoint=program.checkpoint(), key=key if needs_key else None
         )
         return batch_loss.objective, (batch_loss.sums, batch_loss.carry)
 
-    grad_fn = jax.grad(objective, has_aux=True)
-    accumulation_steps = program.layout.accumulation_steps
-    if accumulation_steps == 1:
-        gradients, (sums, carry) = grad_fn(parameters, batch, key)
-        return gradients, sums, carry
+    return jax.grad(objective, has_aux=True)
+
+
+def _accumulate(
+    program: StepProgram, parameters: Any, batch: Batch, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return (gradients, metric sums) of a batch whose microbatches run one after another.
+
+    If `program.sums_gradients_once`, each shard of the batch adds up its own gradients and metrics, in arrays with a
+    leading axis of shards, and these are summed over the devices after the last microbatch. Otherwise the gradients of
+    every microbatch are summed over the devices.
+    """
+    steps, shard, shard_count, shard_axes = program.layout.accumulation_steps, program.shard, (), ()
+    if program.sums_gradients_once:
+        shard = BatchShard(program.shard)
+        shard_count, shard_axes = (program.shard.shard_count(BATCH),), (shard.axes,)
+
+    def differentiate_rows(parameters: Any, rows: Batch, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        gradients, (sums, _) = _differentiate(program, shard)(parameters, rows, None, key)
+        return gradients, sums
+
+    if shard_count:
+        differentiate_rows = jax.vmap(differentiate_rows, in_axes=(None, 0, 0), spmd_axis_name=shard_axes[0])
+
+    def constrain(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
     def add_microbatch(
         totals: tuple[Any, dict[str, jax.Array]], microbatch_and_key: tuple[Batch, jax.Array]
     ) -> tuple[Any, None]:
-        microbatch = {name: program.shard(x, *axes[name]) for name, x in microbatch_and_key[0].items()}
-        gradients, (sums, _) = grad_fn(parameters, microbatch, microbatch_and_key[1])
+        microbatch, key = microbatch_and_key
+        gradients, sums = differentiate_rows(parameters, constrain(microbatch, row_shardings), key)
         gradient_sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), totals[0], gradients)
-        return (gradient_sums, jax.tree.map(jnp.add, totals[1], sums)), None
+        return (constrain(gradient_sums, gradient_shardings), jax.tree.map(jnp.add, totals[1], sums)), None
 
-    axes = {name: array.axes for name, array in program.task.batch(1, 1).items()}
-    zero_gradients = jax.tree.map(
-        lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, ACCUMULATOR_DTYPE.value), s),
-        parameters,
-        jax.tree.map(_in_device_memory, program.shardings.parameters),
+    row_shardings = {
+        name: shard.sharding((*shard_axes, *shard.layout.activation_axes(array.axes)))
+        for name, array in program.task.batch(1, 1).items()
+    }
+    gradient_shardings = jax.tree.unflatten(
+        jax.tree.structure(parameters),
+        [shard.sharding((*shard_axes, *shard.layout.stored_axes(s.axes))) for s in program.builder.specs.values()],
     )
-    # Row r of the batch goes to microbatch r % accumulation_steps, so that every device works on its own rows in each.
+    # Row r of the batch goes to microbatch r % steps, so that every device works on its own rows in each.
     microbatches = jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // accumulation_steps, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch
+        lambda x: x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+        .swapaxes(0, 1)
+        .reshape(steps, *shard_count, -1, *x.shape[1:]),
+        batch,
     )
-    _, (shapes, _) = jax.eval_shape(grad_fn, parameters, jax.tree.map(lambda x: x[0], microbatches), key)
-    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (gradients, sums), _ = jax.lax.scan(
-        add_microbatch, (zero_gradients, sums), (microbatches, jax.random.split(key, accumulation_steps))
-    )
-    return gradients, sums, carry
+    keys = jax.random.split(key, (steps, *shard_count))
+    _, shapes = jax.eval_shape(differentiate_rows, parameters, *jax.tree.map(lambda x: x[0], (microbatches, keys)))
+    zero_gradients = jax.tree.map(lambda p: jnp.zeros((*shard_count, *p.shape), ACCUMULATOR_DTYPE.value), parameters)
+    totals = constrain(zero_gradients, gradient_shardings), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (gradients, sums), _ = jax.lax.scan(add_microbatch, totals, (microbatches, keys))
+    if shard_count:
+        gradients = constrain(jax.tree.map(partial(_add_shards, program), gradients), jax.tree.map(_in_device_memory, program.shardings.parameters))
+        sums = jax.tree.map(lambda x: x.sum(0), sums)
+    return gradients, sums
+
+
+def _add_shards(program: StepProgram, gradients: jax.Array) -> jax.Array:
+    """Add the gradients of all shards of the batch, of shape (shards, ...), in the reduction dtype."""
+    terms = gradients.astype(program.run.config.precision.reduction.value)
+    return jax.lax.reduce(terms, terms.dtype.type(0), jax.lax.add, (0,))
 
 
 def _in_device_memory(sharding: Any) -> Any:
