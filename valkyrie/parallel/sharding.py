@@ -213,6 +213,20 @@ class BatchShard(MeshShard):
         constrain.defvjp(lambda x: (constrain(x), None), lambda _, g: (self._shard_gradient(g, *axes),))
         return constrain(x)
 
+    def map(
+        self,
+        f: Callable[..., Any],
+        in_axes: Sequence[CombinedAxes | None],
+        out_axes: Any,
+        *,
+        check_vma: bool | None = None,
+    ) -> Callable[..., Any]:
+        """Like `MeshShard.map`, but always without the check: it refuses constants of `f` under `vmap` (JAX 0.10.2).
+
+        JAX then sums gradients of replicated arguments over the mesh axes that do not split the batch.
+        """
+        return super().map(f, in_axes, out_axes, check_vma=False)
+
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Return the manual axes of a mesh: the pipeline's axis within a stage, otherwise none."""
