@@ -125,9 +125,27 @@ class Candidates:
         gathered_axes = self.gathered_axes(logical)
         return tuple(axis for axis in self.stored_axes(logical) if axis not in gathered_axes)
 
+    def accumulated_axes(self, logical: str | None) -> tuple[str, ...]:
+        """Return the mesh axes over which the gradient of a parameter is split within a shard of the batch."""
+        return tuple(axis for axis in self.stored_axes(logical) if axis not in self.activations[BATCH])
+
     def gathered_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
         return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched_axes)
+
+    @cached_property
+    def can_sum_gradients_once(self) -> np.ndarray:
+        """Whether a step can add up gradients per shard of the batch, and sum them over devices once, for each layout.
+
+        A pipeline sums gradients in its own loop. Axes such as experts that split the batch too are never gathered, so
+        their gradients have no part per shard of the batch.
+        """
+        batch_axes = self.activations[BATCH]
+        is_dispatched = any(
+            axis in batch_axes for logical in self.arrays.dispatched_axes for axis in self.stored_axes(logical)
+        )
+        accumulates = (self.microbatches > 1) & (self.stages == 1) & (self.axes_size(batch_axes) > 1)
+        return accumulates & (not is_dispatched) & (not self.sums_once)
 
     def is_split_twice(self, logical: str | None) -> np.ndarray:
         """Return, for each layout, whether both data axes and other mesh axes shard a parameter's logical axis.
@@ -163,7 +181,7 @@ class Candidates:
 
         Args:
             logical: The logical axis, or None for an axis that is never split.
-            kind: `stored` or `used` for parameters, `active` for activations.
+            kind: `stored`, `used` or `accumulated` for parameters, `active` for activations.
             length: Length of the logical axis.
         """
         return self._cached((logical, kind, length), lambda: self._count_parts(logical, kind, length))
@@ -171,9 +189,13 @@ class Candidates:
     def _count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
-        axes = {"stored": self.stored_axes, "used": self.used_axes, "active": self.activations.__getitem__}[kind](
-            logical
-        )
+        axes_by_kind = {
+            "stored": self.stored_axes,
+            "used": self.used_axes,
+            "accumulated": self.accumulated_axes,
+            "active": self.activations.__getitem__,
+        }
+        axes = axes_by_kind[kind](logical)
         parts = self.axes_size(axes)
         if logical not in self.arrays.sharded_like:
             return parts
@@ -189,7 +211,8 @@ class Candidates:
     def shard_elements(self, spec: Parameter, kind: str) -> np.ndarray:
         """Return the number of elements of a parameter on one device, for each layout.
 
-        `kind` is `stored` (between steps) or `used` (gathered over data axes).
+        `kind` is `stored` (between steps), `used` (gathered over data axes), or `accumulated` (its gradient within a
+        shard of the batch, see `SumGradientsPer`).
         """
         elements = np.full(len(self), float(spec.size))
         for axis, length in zip(spec.axes, spec.shape, strict=True):

@@ -48,6 +48,23 @@ class GradientSum(Enum):
     all_to_all = "all_to_all"
 
 
+class SumGradientsPer(Enum):
+    """How often a step sums gradients over the mesh axes that split the batch, if it accumulates microbatches.
+
+    `step`: Once, after the last microbatch. Until then, each device adds up the gradients of its own rows, in float32
+    arrays that those mesh axes do not split.
+
+    `microbatch`: After each microbatch. The sums are split like the stored parameters.
+
+    `auto`: `step` if the arrays take no more memory than under `microbatch`, or if the estimated memory, with the error
+    of the estimate, fits on the target. Otherwise `microbatch`.
+    """
+
+    auto = "auto"
+    step = "step"
+    microbatch = "microbatch"
+
+
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
 """Order in which the stages of a pipeline run the microbatches.
 
@@ -74,6 +91,7 @@ class PartitionConfig:
         roles: Names for mesh axes, for use in rules. `TPU_AXIS_NAMES` can assign these names to other axes.
         zero1: Also split optimizer state over the data axes.
         gradient_sum: Collective that sums the gradients of parameters split over data axes.
+        sum_gradients_per: How often a step that accumulates microbatches sums gradients over devices.
         parameter_memory: Where parameters are stored between steps.
         optimizer_memory: Where optimizer state is stored between steps.
         schedule: Order of the pipeline along the mesh axis that splits `layers`.
@@ -87,6 +105,7 @@ class PartitionConfig:
     roles: dict[str, list[str]] = field(default_factory=dict)
     zero1: bool = False
     gradient_sum: GradientSum = GradientSum.auto
+    sum_gradients_per: SumGradientsPer = SumGradientsPer.auto
     parameter_memory: MemoryKind = MemoryKind.device
     optimizer_memory: MemoryKind = MemoryKind.device
     schedule: PipelineSchedule = PipelineSchedule.gpipe

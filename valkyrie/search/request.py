@@ -26,7 +26,15 @@ from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
 """Keys that are not copied to the training commands of an answer: those of a layout, and those of the search itself."""
-_PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
+_PARTITION_KEYS = (
+    "zero1",
+    "gradient_sum",
+    "sum_gradients_per",
+    "parameter_memory",
+    "optimizer_memory",
+    "schedule",
+    "rounds",
+)
 """Settings that every partition has. A command that sets one of them does not fix the choice of partition."""
 
 

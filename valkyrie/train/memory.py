@@ -19,10 +19,11 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
-from valkyrie.parallel.partition import MemoryKind, resolve_rules
+from valkyrie.parallel.partition import MemoryKind, SumGradientsPer, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
@@ -34,6 +35,9 @@ Written by experiments/memory.py.
 """
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
+
+UNKNOWN_ERROR = 2.0
+"""Assumed largest ratio of the memory that a compiler needs to the estimate, on platforms where it was not measured."""
 
 GATHERED_LOGITS = 0.8 / 0.65
 """Memory of the loss relative to that of other layouts if the gradient of the unembedding all-gathers the batch (seven
@@ -106,14 +110,57 @@ class MemoryEstimator:
     Args:
         run: Model, batch, precision and optimizer.
         layouts: The layouts. Every returned array has one entry per layout, in bytes per device.
+        chip: The chip that limits the memory, or None for that of the run's target.
     """
 
-    def __init__(self, run: Run, layouts: Candidates) -> None:
-        self.run, self.layouts = run, layouts
+    def __init__(self, run: Run, layouts: Candidates, chip: ChipConfig | None = None) -> None:
+        self.run, self.layouts, self.chip = run, layouts, chip or run.config.target.chip
 
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
-        partition, (parameters, gradients, optimizer_state, ema) = self.layouts.partition, self._array_bytes
+        return self._choose(remat)[1]
+
+    def sums_gradients_once(self, remat: RematConfig) -> np.ndarray:
+        """Return, for each layout, whether a step sums gradients over the shards of the batch only once.
+
+        This implements `SumGradientsPer`. The step, its estimates and reports all use this function.
+        """
+        return self._choose(remat)[0]
+
+    def _choose(self, remat: RematConfig) -> tuple[np.ndarray, ExpectedMemory[np.ndarray]]:
+        """Return the results of `sums_gradients_once` and `estimate`."""
+        key = (*remat.save, None, *remat.offload)
+        if key not in self._choices:
+            can_sum_once, setting = self.layouts.can_sum_gradients_once, self.layouts.partition.sum_gradients_per
+            if setting is SumGradientsPer.microbatch or not can_sum_once.any():
+                self._choices[key] = np.zeros(len(self.layouts), bool), self._estimate(remat, "stored")
+            else:
+                once = self._estimate(remat, "accumulated")
+                chosen = can_sum_once & (self._fits(once) | (setting is SumGradientsPer.step))
+                self._choices[key] = (
+                    chosen,
+                    once if chosen.all() else _select(chosen, once, self._estimate(remat, "stored")),
+                )
+        return self._choices[key]
+
+    @cached_property
+    def _choices(self) -> dict[tuple[str | None, ...], tuple[np.ndarray, ExpectedMemory[np.ndarray]]]:
+        """Results of `_choose` by the lists of the remat policy. The estimate of step times needs them too."""
+        return {}
+
+    def _fits(self, once: ExpectedMemory[np.ndarray]) -> np.ndarray:
+        """Return whether `auto` sums gradients once per step, for each layout, which then needs the memory `once`."""
+        fits, usable = self._gradient_bytes["accumulated"] <= self._gradient_bytes["stored"], usable_hbm(self.chip)
+        if usable is None:
+            return fits
+        has_errors = get_platform(self.run.config.target.platform).has_estimate_errors
+        error = memory_estimate_errors(False).high if has_errors else UNKNOWN_ERROR
+        return fits | (once.total * error <= usable)
+
+    def _estimate(self, remat: RematConfig, gradients_kind: str) -> ExpectedMemory[np.ndarray]:
+        """Return `estimate` if gradients of microbatches are split like `gradients_kind` (see `shard_elements`)."""
+        partition, (parameters, optimizer_state, ema) = self.layouts.partition, self._array_bytes
+        gradients = self._gradient_bytes[gradients_kind]
         on_device = partition.parameter_memory is MemoryKind.device
         return ExpectedMemory(
             parameters=parameters * on_device,
@@ -154,21 +201,33 @@ class MemoryEstimator:
         return total
 
     @cached_property
-    def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes per device of parameters, gradients, optimizer state and the EMA of the parameters."""
+    def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes per device of parameters, optimizer state and the EMA of the parameters."""
         layouts, config = self.layouts, self.run.config
-        parameters, reduced_gradients, accumulators, optimizer_state, ema = (np.zeros(len(layouts)) for _ in range(5))
+        parameters, optimizer_state, ema = (np.zeros(len(layouts)) for _ in range(3))
         for spec in self.run.model.parameters().values():
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
-            reduced_gradients += elements * config.precision.reduction.itemsize
-            accumulators += elements * ACCUMULATOR_DTYPE.itemsize
             optimizer_state += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
             ema += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
-        # XLA converts gradients to the parameters' dtype as they are produced, if that is smaller. Microbatches, also
-        # those of a pipeline, add up in float32.
-        gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulators, 0)
-        return parameters, gradients, optimizer_state, ema
+        return parameters, optimizer_state, ema
+
+    @cached_property
+    def _gradient_bytes(self) -> dict[str, np.ndarray]:
+        """Bytes per device of gradients, if those of microbatches are split like `stored` or `accumulated` ones."""
+        layouts, config, bytes_by_kind = self.layouts, self.run.config, {}
+        for kind in ("stored", "accumulated"):
+            parameters, reduced_gradients, accumulators = (np.zeros(len(layouts)) for _ in range(3))
+            for spec in self.run.model.parameters().values():
+                elements = layouts.shard_elements(spec, kind)
+                parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
+                reduced_gradients += elements * config.precision.reduction.itemsize
+                accumulators += elements * ACCUMULATOR_DTYPE.itemsize
+            # XLA converts gradients to the parameters' dtype as they are produced, if that is smaller. Microbatches,
+            # also those of a pipeline, add up in float32.
+            accumulators = np.where(layouts.microbatches > 1, accumulators, 0)
+            bytes_by_kind[kind] = np.minimum(parameters, reduced_gradients) + accumulators
+        return bytes_by_kind
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
         """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
@@ -293,6 +352,19 @@ def to_candidates(runs: Sequence[Run]) -> Candidates:
         np.array([layout.microbatches for layout in layouts]),
         np.full(len(runs), float(config.partition.rounds)),
     )
+
+
+def _select(
+    mask: np.ndarray, chosen: ExpectedMemory[np.ndarray], other: ExpectedMemory[np.ndarray]
+) -> ExpectedMemory[np.ndarray]:
+    """Return the memory `chosen` of layouts in the mask, and `other` of all others."""
+    parts = {name: np.where(mask, bytes_, getattr(other, name)) for name, bytes_ in vars(chosen).items()}
+    return ExpectedMemory(**parts)
+
+
+def sums_gradients_once(run: Run) -> bool:
+    """Return whether a step of a run accumulates gradients per shard of the batch, and sums them over devices once."""
+    return bool(MemoryEstimator(run, to_candidates([run])).sums_gradients_once(run.config.remat).item())
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:

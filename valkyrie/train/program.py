@@ -26,6 +26,7 @@ from valkyrie.parallel.partition import GradientSum, MemoryKind
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.tasks import Array
+from valkyrie.train.memory import sums_gradients_once
 from valkyrie.train.options import Option, collect_options, explain_option_errors, option_text
 from valkyrie.train.rematerialise import make_block_checkpoint
 from valkyrie.train.spread import matrix_stack_sharding
@@ -215,8 +216,8 @@ class StepProgram:
 
     @cached_property
     def sums_gradients_once(self) -> bool:
-        """Whether gradients of microbatches are summed over devices once per step."""
-        return self.shard.shard_count("batch") > 1
+        """Whether gradients of microbatches are summed over devices once per step (`SumGradientsPer`)."""
+        return sums_gradients_once(self.run)
 
     @property
     def carry(self) -> dict[str, Array]:

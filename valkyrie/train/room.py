@@ -20,6 +20,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
 from valkyrie.train.memory import (
+    UNKNOWN_ERROR,
     ExpectedMemory,
     MemoryRatios,
     estimated_memory,
@@ -144,7 +145,7 @@ def judge_fit(
 
     `errors` are those of estimates on the platform, or None if unknown: then a factor of two is assumed.
     """
-    ratios = (0.5, 2.0) if errors is None else (errors.low, errors.high)
+    ratios = (1 / UNKNOWN_ERROR, UNKNOWN_ERROR) if errors is None else (errors.low, errors.high)
     min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
     should_fit = max_bytes <= usable_bytes
     judgement = "does not fit" if min_bytes > usable_bytes else "should fit" if should_fit else "may not fit"

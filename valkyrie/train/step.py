@@ -144,9 +144,11 @@ def _accumulate(
     )
     # Row r of the batch goes to microbatch r % steps, so that every device works on its own rows in each.
     microbatches = jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
-        .swapaxes(0, 1)
-        .reshape(steps, *shard_count, -1, *x.shape[1:]),
+        lambda x: (
+            x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+            .swapaxes(0, 1)
+            .reshape(steps, *shard_count, -1, *x.shape[1:])
+        ),
         batch,
     )
     keys = jax.random.split(key, (steps, *shard_count))
@@ -155,7 +157,10 @@ def _accumulate(
     totals = constrain(zero_gradients, gradient_shardings), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (gradients, sums), _ = jax.lax.scan(add_microbatch, totals, (microbatches, keys))
     if shard_count:
-        gradients = constrain(jax.tree.map(partial(_add_shards, program), gradients), jax.tree.map(_in_device_memory, program.shardings.parameters))
+        gradients = constrain(
+            jax.tree.map(partial(_add_shards, program), gradients),
+            jax.tree.map(_in_device_memory, program.shardings.parameters),
+        )
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return gradients, sums
 

@@ -16,7 +16,7 @@ from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutGroup, LayoutSpace
 from valkyrie.search.estimate.times import EstimatedTimes, StepEstimator
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
+from valkyrie.train.memory import ExpectedMemory
 
 SEARCHED_BATCH_MEMORY_SHARE = 0.95
 """Maximum estimated memory of a layout, as a share of the usable memory, if the search varies the batch.
@@ -190,7 +190,7 @@ def rank(run: Run, space: LayoutSpace) -> Ranking:
         assert chip is not None
         efficiency = chip_efficiency(chip)
         step_estimator = StepEstimator(work, group.candidates, chip, efficiency, collective_model(chip, efficiency))
-        memory_estimator = MemoryEstimator(run, group.candidates)
+        memory_estimator = step_estimator.memory
         estimates += [
             GroupEstimates(group, remat, step_estimator.estimate(remat), memory_estimator.estimate(remat))
             for remat in group.remats
