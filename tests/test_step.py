@@ -23,16 +23,21 @@ from helpers import (
     make_program,
     mark_slow_except,
     place_state,
+    randomize_zero_parameters,
     reference_steps,
     run_two_steps,
+    shared_run,
     small_overrides,
     small_run,
 )
 from valkyrie.axes import UNSHARDED
+from valkyrie.compiled.collectives import collective_uses
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.ops.linear import Numerics, compute_cotangents_once, linear
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.tasks.next_token import token_losses
-from valkyrie.train.program import StepProgram
+from valkyrie.train.memory import sums_gradients_once
+from valkyrie.train.program import StepProgram, serialised_module
 
 TINY = "valkyrie_tiny"
 MIXED = Numerics("float32", "bfloat16", "float32")
@@ -55,6 +60,59 @@ MIXED = Numerics("float32", "bfloat16", "float32")
 def test_layout_settings_do_not_change_the_steps(mesh, partition, override):
     run = small_run(TINY, f"mesh={mesh}", f"partition={partition}", override)
     assert_same_steps(run_two_steps(run, initial_state(small_overrides(TINY))), reference_steps(TINY))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "partition", "model"),
+    [
+        pytest.param("1x1x8", "dp", "gpt_tiny"),
+        pytest.param("1x1x8", "dp", TINY, marks=pytest.mark.slow),
+        *(
+            pytest.param(mesh, partition, model, marks=pytest.mark.slow)
+            for mesh, partition in (
+                ("1x1x8", "fsdp"),
+                ("2x2x2", "fsdp_tp"),
+                ("2x2x2", "1d_tp"),
+                ("2x2x2", "2d_tp"),
+                ("2x2x2", "sp"),
+            )
+            for model in ("gpt_tiny", TINY)
+        ),
+    ],
+)
+def test_gradients_summed_once_per_step_are_those_of_the_whole_batch(mesh: str, partition: str, model: str):
+    layout = (f"mesh={mesh}", f"partition={partition}", "microbatches=2", "partition.sum_gradients_per=step")
+    run = small_run(model, *layout, "batch=16")
+    assert sums_gradients_once(run)
+    state = randomize_zero_parameters(initial_state((*small_overrides(model), "batch=16")))
+    assert_same_steps(run_two_steps(run, state), reference_steps(model, "batch=16"))
+
+
+def gradient_bytes_sent(*overrides: str) -> float:
+    """Return the bytes that each device sends in the collectives of a step that add up gradients."""
+    run = small_run("gpt_tiny", "mesh=1x1x8", "batch=32", *overrides)
+    module = parse_module(serialised_module(make_program(run).compile_step()))
+    uses = collective_uses(module, run.config.mesh.axes)
+    return sum(use.bytes_sent for use in uses if use.kind in ("all-reduce", "reduce-scatter"))
+
+
+def test_more_microbatches_send_no_more_gradients():
+    sent = {count: gradient_bytes_sent(f"microbatches={count}") for count in (1, 4)}
+    assert sent[4] <= sent[1]
+    per_microbatch = gradient_bytes_sent("microbatches=4", "partition.sum_gradients_per=microbatch")
+    assert per_microbatch > 3 * sent[1], "this test could not tell one sum per step from one per microbatch"
+
+
+def test_gradients_are_summed_once_per_step_if_they_fit_unsummed():
+    def sums_once(*overrides: str) -> bool:
+        return sums_gradients_once(shared_run("target=v5e-8", "model=gpt_125m", "microbatches=8", *overrides))
+
+    sharded = ("mesh=1x1x8", "batch=128", "remat=full", "partition=fsdp")
+    assert sums_once(*sharded) and sums_once(*sharded[:-1], "partition=dp", "target.chip.usable_hbm_gib=0.1")
+    assert not sums_once(*sharded, "target.chip.usable_hbm_gib=1")
+    assert sums_once(*sharded, "target.chip.usable_hbm_gib=1", "partition.sum_gradients_per=step")
+    assert not sums_once(*sharded, "partition.sum_gradients_per=microbatch")
+    assert not sums_once(*sharded[:-1], "partition=pp"), "a pipeline has its own loop"
 
 
 def test_zero1_shards_only_optimizer_state():

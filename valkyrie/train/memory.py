@@ -135,12 +135,10 @@ class MemoryEstimator:
             if setting is SumGradientsPer.microbatch or not can_sum_once.any():
                 self._choices[key] = np.zeros(len(self.layouts), bool), self._estimate(remat, "stored")
             else:
-                once = self._estimate(remat, "accumulated")
+                once, other = (self._estimate(remat, kind) for kind in ("accumulated", "stored"))
                 chosen = can_sum_once & (self._fits(once) | (setting is SumGradientsPer.step))
-                self._choices[key] = (
-                    chosen,
-                    once if chosen.all() else _select(chosen, once, self._estimate(remat, "stored")),
-                )
+                parts = {name: np.where(chosen, bytes_, vars(other)[name]) for name, bytes_ in vars(once).items()}
+                self._choices[key] = chosen, ExpectedMemory(**parts)
         return self._choices[key]
 
     @cached_property
@@ -352,14 +350,6 @@ def to_candidates(runs: Sequence[Run]) -> Candidates:
         np.array([layout.microbatches for layout in layouts]),
         np.full(len(runs), float(config.partition.rounds)),
     )
-
-
-def _select(
-    mask: np.ndarray, chosen: ExpectedMemory[np.ndarray], other: ExpectedMemory[np.ndarray]
-) -> ExpectedMemory[np.ndarray]:
-    """Return the memory `chosen` of layouts in the mask, and `other` of all others."""
-    parts = {name: np.where(mask, bytes_, getattr(other, name)) for name, bytes_ in vars(chosen).items()}
-    return ExpectedMemory(**parts)
 
 
 def sums_gradients_once(run: Run) -> bool:

@@ -364,7 +364,7 @@ class StepEstimator:
 
     @cached_property
     def _sum_seconds_by_axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of one sum of all gradients over all data axes, over those of the sequence, and those of the batch."""
+        """Seconds of a sum of all gradients over all data axes, over those of the sequence, and those of the batch."""
         layouts, batch_axes = self.layouts, self.layouts.activations[BATCH]
         over_all = self._sum_seconds(layouts.data_axes)
         if not layouts.can_sum_gradients_once.any():
