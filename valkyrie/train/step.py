@@ -111,17 +111,19 @@ def _accumulate(
     leading axis of shards, and these are summed over the devices after the last microbatch. Otherwise the gradients of
     every microbatch are summed over the devices.
     """
-    steps, shard, shard_count, shard_axes = program.layout.accumulation_steps, program.shard, (), ()
+    steps, shard = program.layout.accumulation_steps, program.shard
+    shard_axes: tuple[tuple[str, ...], ...] = ()
+    shard_count: tuple[int, ...] = ()
     if program.sums_gradients_once:
         shard = BatchShard(program.shard)
-        shard_count, shard_axes = (program.shard.shard_count(BATCH),), (shard.axes,)
+        shard_axes, shard_count = (shard.axes,), (program.shard.shard_count(BATCH),)
 
     def differentiate_rows(parameters: Any, rows: Batch, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         gradients, (sums, _) = _differentiate(program, shard)(parameters, rows, None, key)
         return gradients, sums
 
-    if shard_count:
-        differentiate_rows = jax.vmap(differentiate_rows, in_axes=(None, 0, 0), spmd_axis_name=shard_axes[0])
+    for axes in shard_axes:
+        differentiate_rows = jax.vmap(differentiate_rows, in_axes=(None, 0, 0), spmd_axis_name=axes)
 
     def constrain(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

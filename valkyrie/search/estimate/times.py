@@ -395,7 +395,7 @@ class StepEstimator:
 
         Counts only what `SumGradientsPer.step` adds: arrays split like stored parameters are in the fitted constants.
         """
-        extra = sum(
+        extra = _sum_arrays(
             self.layouts.shard_elements(spec, "accumulated") - self.layouts.shard_elements(spec, "stored")
             for spec in self.work.parameters.values()
         )
