@@ -95,3 +95,21 @@ def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     assert "15.8 GiB usable" in line and "largest: activations" in line
     assert "try: " in line and "remat=full" in line
     assert json.loads((folder / "runs" / "large" / "compile.json").read_text())["status"] == "does_not_fit"
+
+
+@pytest.mark.slow
+def test_more_microbatches_send_no_more_gradients(folder: Path):
+    sent = {}
+    for count, settings in ((1, ()), (4, ()), (4, ("partition.sum_gradients_per=microbatch",))):
+        name = f"mb{count}-{len(settings)}"
+        result = run_train_process(
+            folder, "mode=compile", "target=v5e-8", "mesh=1x1x8", "partition=dp", "model=gpt_tiny", "batch=32",
+            f"microbatches={count}", *settings, f"name={name}",
+        )  # fmt: skip
+        record = json.loads((folder / "runs" / name / "compile.json").read_text())
+        sent[name] = sum(record["communication"]["bytes_by_kind"].values())
+        assert ("\ngradients: " in result.stdout) == (count > 1)
+        if count > 1:
+            assert record["gradients"]["summed_per"] == ("microbatch" if settings else "step")
+    assert sent["mb4-0"] <= 1.02 * sent["mb1-0"], "metrics of each microbatch may be summed"
+    assert sent["mb4-1"] > 3 * sent["mb1-0"], "this test could not tell one sum per step from one per microbatch"

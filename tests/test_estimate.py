@@ -392,6 +392,19 @@ def test_memory_estimates_are_close_to_compiled_peaks() -> None:
     assert ratios["sp", "none"].min() > 0.85 and np.median(ratios["2d_tp_fsdp", "full"]) > 0.9
 
 
+@pytest.mark.parametrize("partition", ["dp", "fsdp"])
+def test_layouts_that_sum_gradients_once_per_step_are_estimated_to_be_faster(partition: str) -> None:
+    """Compiled for v5e-8, this step takes 217 ms instead of 324 under `dp`, and 212 instead of 283 under `fsdp`."""
+    layout = ("target=v5e-8", "model=gpt_125m", "mesh=1x1x8", "batch=128", "remat=full", "microbatches=8")
+    once, often = (
+        estimate_runs([shared_run(*layout, f"partition={partition}", *settings)], Efficiency())[0]
+        for settings in ((), ("partition.sum_gradients_per=microbatch",))
+    )
+    assert once["gradients"] < 0.5 * often["gradients"]
+    assert once["step"] < often["step"]
+    assert {name for name in once if once[name] != often[name]} <= {"gradients", "moving", "step"}
+
+
 @pytest.mark.parametrize(("space", "step_error", "memory_error"), [("long", 0.1, 0.05), ("4 heads", 0.1, 0.05)])
 def test_estimates_of_odd_models_are_close_to_compiled_steps(
     space: str, step_error: float, memory_error: float

@@ -15,7 +15,7 @@ from runs import run_train
 from valkyrie.compiled.communication import AxesBytes, CollectiveRecord, Communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
-from valkyrie.parallel.partition import Role, RoleKind
+from valkyrie.parallel.partition import AccumulatedGradients, Role, RoleKind, SumGradientsPer
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import write_record
 from valkyrie.runs.layout_record import LayoutRecord
@@ -31,7 +31,7 @@ from valkyrie.search.compile.prediction import (
 )
 from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain import mode as explain_mode
-from valkyrie.search.explain.difference import compare_layouts
+from valkyrie.search.explain.difference import LETTERS, compare_layouts
 
 ROLES = {
     "fsdp": {"x": Role(RoleKind.FSDP, ("batch", "embed")), "y": Role(RoleKind.unused)},
@@ -105,6 +105,19 @@ def test_sentences_agree_with_the_numbers() -> None:
     assert all(part in comparison.sentences[1] for part in ("100%", "1.200 s per step under B", "over y (MP2)"))
     turned = compare_layouts(slow, prediction())
     assert turned.sentences[0].startswith("B is 4.00")
+
+
+def test_sums_of_gradients_are_explained_if_microbatches_accumulate_them() -> None:
+    once, often = (
+        replace(prediction(exposed_x=seconds), gradients=AccumulatedGradients(per, 2**30))
+        for per, seconds in ((SumGradientsPer.step, 0.1), (SumGradientsPer.microbatch, 0.8))
+    )
+    text = " ".join(compare_layouts(often, once, labels=LETTERS).sentences)
+    assert "per step under B" in text and "per microbatch under A" in text
+    assert "per microbatch under A" in " ".join(compare_layouts(often, prediction(), labels=LETTERS).sentences)
+    assert "Gradients" not in " ".join(
+        compare_layouts(prediction(), prediction(exposed_x=0.1), labels=LETTERS).sentences
+    )
 
 
 def test_recomputed_and_saved_activations_are_explained() -> None:

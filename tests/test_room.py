@@ -243,6 +243,27 @@ def test_mode_show_has_no_note_on_axes_with_a_rule_that_the_mesh_does_not_divide
     assert "kv_heads" in shown and "has no rule for" not in shown
 
 
+@pytest.mark.parametrize(
+    ("settings", "choice"),
+    [
+        ("microbatches=2", "per step"),
+        ("microbatches=2 partition.sum_gradients_per=microbatch", "per microbatch"),
+        ("microbatches=1", None),
+        ("microbatches=2 partition=pp", None),
+    ],
+)
+def test_mode_show_says_how_often_microbatches_sum_gradients(settings: str, choice: str | None):
+    console = Console(file=StringIO(), width=120)
+    show_run(
+        compose_run("model=gpt_tiny", "mesh=2x1x2", "partition=fsdp", "target=v5e-4", "batch=8", *settings.split()),
+        console,
+    )
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    lines = [line for line in shown.splitlines() if line.startswith("gradients: ")]
+    assert len(lines) == (choice is not None)
+    assert all(str(choice) in line for line in lines)
+
+
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)

@@ -9,6 +9,7 @@ from enum import Enum
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.problems import Problem, ProblemCode, suggest
+from valkyrie.units import memory_text
 
 Rules = dict[str, tuple[str, ...]]
 """Mesh axes that split each logical axis, slowest first."""
@@ -58,11 +59,32 @@ class SumGradientsPer(Enum):
 
     `auto`: `step` if the arrays take no more memory than under `microbatch`, or if the estimated memory, with the error
     of the estimate, fits on the target. Otherwise `microbatch`.
+
+    Pipelines sum gradients in their own loop, and experts whose mesh axes split the batch need `microbatch`: for both,
+    the setting has no effect. Under `step`, the random masks of dropout also depend on the number of shards of the
+    batch.
     """
 
     auto = "auto"
     step = "step"
     microbatch = "microbatch"
+
+
+@dataclass(frozen=True)
+class AccumulatedGradients:
+    """The gradients of a step that accumulates microbatches.
+
+    Args:
+        summed_per: How often they are summed over the mesh axes that split the batch: `step` or `microbatch`.
+        bytes: Estimated memory for them, in bytes per device.
+    """
+
+    summed_per: SumGradientsPer
+    bytes: int
+
+    def describe(self) -> str:
+        """Return one line for reports: `summed over devices once per step, 0.93 GiB per device (estimate)`."""
+        return f"summed over devices once per {self.summed_per.value}, {memory_text(self.bytes)} per device (estimate)"
 
 
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})

@@ -124,6 +124,7 @@ class MeshShard:
         return self._shard_gradient(parts, *axes)
 
     def _shard_gradient(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        # Not `shard_for_storage`, which constrains parameters and gradients differently in `BatchShard`.
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored_axes(axes)))
 
     def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -198,8 +199,10 @@ class BatchShard(MeshShard):
     """
 
     def __init__(self, shard: MeshShard) -> None:
+        """`shard` is the `Shard` of the whole batch."""
         self._stored_layout, self.axes = shard.layout, shard.activation_mesh_axes(BATCH)
         super().__init__(shard.layout.batch_shard_layout, shard.mesh, shard.backend)
+        # TODO: sums over the sequence could use the all-to-all of `compute_gradient`, which is untested under `vmap`.
         self._uses_all_to_all = False
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:

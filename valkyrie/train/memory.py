@@ -23,7 +23,7 @@ from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
-from valkyrie.parallel.partition import MemoryKind, SumGradientsPer, resolve_rules
+from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
@@ -136,9 +136,9 @@ class MemoryEstimator:
                 self._choices[key] = np.zeros(len(self.layouts), bool), self._estimate(remat, "stored")
             else:
                 once, other = (self._estimate(remat, kind) for kind in ("accumulated", "stored"))
-                chosen = can_sum_once & (self._fits(once) | (setting is SumGradientsPer.step))
-                parts = {name: np.where(chosen, bytes_, vars(other)[name]) for name, bytes_ in vars(once).items()}
-                self._choices[key] = chosen, ExpectedMemory(**parts)
+                sums_once = can_sum_once & (self._fits(once) | (setting is SumGradientsPer.step))
+                parts = {name: np.where(sums_once, bytes_, vars(other)[name]) for name, bytes_ in vars(once).items()}
+                self._choices[key] = sums_once, ExpectedMemory(**parts)
         return self._choices[key]
 
     @cached_property
@@ -147,16 +147,20 @@ class MemoryEstimator:
         return {}
 
     def _fits(self, once: ExpectedMemory[np.ndarray]) -> np.ndarray:
-        """Return whether `auto` sums gradients once per step, for each layout, which then needs the memory `once`."""
-        fits, usable = self._gradient_bytes["accumulated"] <= self._gradient_bytes["stored"], usable_hbm(self.chip)
+        """Return whether `auto` sums gradients once per step, for each layout. A step then needs the memory `once`."""
+        is_no_larger = self._gradient_bytes["accumulated"] <= self._gradient_bytes["stored"]
+        usable = usable_hbm(self.chip)
         if usable is None:
-            return fits
+            return is_no_larger
         has_errors = get_platform(self.run.config.target.platform).has_estimate_errors
-        error = memory_estimate_errors(False).high if has_errors else UNKNOWN_ERROR
-        return fits | (once.total * error <= usable)
+        error = memory_estimate_errors(has_pipeline=False).high if has_errors else UNKNOWN_ERROR
+        return is_no_larger | (once.total * error <= usable)
 
     def _estimate(self, remat: RematConfig, gradients_kind: str) -> ExpectedMemory[np.ndarray]:
-        """Return `estimate` if gradients of microbatches are split like `gradients_kind` (see `shard_elements`)."""
+        """Return the estimate if gradients of microbatches are split like `gradients_kind`, `stored` or `accumulated`.
+
+        The kinds are those of `Candidates.shard_elements`.
+        """
         partition, (parameters, optimizer_state, ema) = self.layouts.partition, self._array_bytes
         gradients = self._gradient_bytes[gradients_kind]
         on_device = partition.parameter_memory is MemoryKind.device
@@ -212,7 +216,7 @@ class MemoryEstimator:
 
     @cached_property
     def _gradient_bytes(self) -> dict[str, np.ndarray]:
-        """Bytes per device of gradients, if those of microbatches are split like `stored` or `accumulated` ones."""
+        """Bytes per device of gradients, by how those of microbatches are split (see `Candidates.shard_elements`)."""
         layouts, config, bytes_by_kind = self.layouts, self.run.config, {}
         for kind in ("stored", "accumulated"):
             parameters, reduced_gradients, accumulators = (np.zeros(len(layouts)) for _ in range(3))
@@ -352,9 +356,27 @@ def to_candidates(runs: Sequence[Run]) -> Candidates:
     )
 
 
-def sums_gradients_once(run: Run) -> bool:
-    """Return whether a step of a run accumulates gradients per shard of the batch, and sums them over devices once."""
-    return bool(MemoryEstimator(run, to_candidates([run])).sums_gradients_once(run.config.remat).item())
+def accumulated_gradients(run: Run, chip: ChipConfig | None = None) -> AccumulatedGradients | None:
+    """Return how often a step of a run sums gradients over devices, and the memory for them.
+
+    Returns None if the run has no choice: without microbatches, in a pipeline, or if no mesh axis splits the batch.
+    `chip` limits the memory if the run's target has no chip.
+    """
+    estimator = MemoryEstimator(run, to_candidates([run]), run.config.target.chip or chip)
+    if not estimator.layouts.can_sum_gradients_once.item():
+        return None
+    remat = run.config.remat
+    per = SumGradientsPer.step if estimator.sums_gradients_once(remat).item() else SumGradientsPer.microbatch
+    return AccumulatedGradients(per, int(estimator.estimate(remat).gradients.item()))
+
+
+def sums_gradients_once(run: Run, chip: ChipConfig | None = None) -> bool:
+    """Return whether a step accumulates gradients per shard of the batch, and sums them over devices once.
+
+    `chip` is that of `accumulated_gradients`.
+    """
+    gradients = accumulated_gradients(run, chip)
+    return gradients is not None and gradients.summed_per is SumGradientsPer.step
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:

@@ -217,7 +217,7 @@ class StepProgram:
     @cached_property
     def sums_gradients_once(self) -> bool:
         """Whether gradients of microbatches are summed over devices once per step (`SumGradientsPer`)."""
-        return sums_gradients_once(self.run)
+        return sums_gradients_once(self.run, self._chip(self.mesh, self.backend))
 
     @property
     def carry(self) -> dict[str, Array]:

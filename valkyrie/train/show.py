@@ -18,6 +18,7 @@ from valkyrie.parallel.remat import SAVE_EVERYTHING
 from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
+    accumulated_gradients,
     expected_memory,
     legal_remats,
     saved_bytes,
@@ -51,6 +52,8 @@ def show_run(run: Run, console: Console) -> None:
     console.print(f"roles: {layout.describe_roles()}")
     if layout.pipeline is not None:
         console.print(f"pipeline: {layout.pipeline.describe()}", highlight=False)
+    if gradients := accumulated_gradients(run):
+        console.print(f"gradients: {gradients.describe()}", highlight=False)
     if run.batch_note:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:

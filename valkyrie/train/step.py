@@ -87,7 +87,7 @@ def _gradients(
 
 
 def _differentiate(program: StepProgram, shard: Shard) -> Callable[..., tuple[Any, tuple[dict[str, jax.Array], Any]]]:
-    """Return the function (parameters, rows, carry, key) -> (gradients, (metric sums, carry)) of the task's loss."""
+    """Return the function (parameters, rows, carry, key) -> (gradients, (metric sums, carry)) of the objective."""
     needs_key = program.run.model.dropout > 0 or program.task.needs_key
 
     def objective(
@@ -108,68 +108,78 @@ def _accumulate(
     """Return (gradients, metric sums) of a batch whose microbatches run one after another.
 
     If `program.sums_gradients_once`, each shard of the batch adds up its own gradients and metrics, in arrays with a
-    leading axis of shards, and these are summed over the devices after the last microbatch. Otherwise the gradients of
-    every microbatch are summed over the devices.
+    leading dimension of shards, and these are summed over the devices after the last microbatch. Otherwise the
+    gradients of every microbatch are summed over the devices.
     """
-    steps, shard = program.layout.accumulation_steps, program.shard
-    shard_axes: tuple[tuple[str, ...], ...] = ()
-    shard_count: tuple[int, ...] = ()
+    steps, shard, shardings = program.layout.accumulation_steps, program.shard, program.shardings.parameters
+    differentiate = partial(_differentiate_rows, program, shard)
+    # Mesh axes and size of the dimension of shards, if there is one.
+    leading_axes: tuple[tuple[str, ...], ...] = ()
+    leading_shape: tuple[int, ...] = ()
     if program.sums_gradients_once:
         shard = BatchShard(program.shard)
-        shard_axes, shard_count = (shard.axes,), (program.shard.shard_count(BATCH),)
+        leading_axes, leading_shape = (shard.axes,), (program.shard.shard_count(BATCH),)
+        differentiate = jax.vmap(
+            partial(_differentiate_rows, program, shard), in_axes=(None, 0, 0), spmd_axis_name=shard.axes
+        )
 
-    def differentiate_rows(parameters: Any, rows: Batch, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-        gradients, (sums, _) = _differentiate(program, shard)(parameters, rows, None, key)
-        return gradients, sums
-
-    for axes in shard_axes:
-        differentiate_rows = jax.vmap(differentiate_rows, in_axes=(None, 0, 0), spmd_axis_name=axes)
-
-    def constrain(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+    row_shardings = {
+        name: shard.sharding((*leading_axes, *shard.layout.activation_axes(array.axes)))
+        for name, array in program.task.batch(1, 1).items()
+    }
+    gradient_shardings = jax.tree.unflatten(
+        jax.tree.structure(parameters),
+        [shard.sharding((*leading_axes, *shard.layout.stored_axes(s.axes))) for s in program.builder.specs.values()],
+    )
 
     def add_microbatch(
         totals: tuple[Any, dict[str, jax.Array]], microbatch_and_key: tuple[Batch, jax.Array]
     ) -> tuple[Any, None]:
         microbatch, key = microbatch_and_key
-        gradients, sums = differentiate_rows(parameters, constrain(microbatch, row_shardings), key)
+        gradients, sums = differentiate(parameters, _constrain(microbatch, row_shardings), key)
         gradient_sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), totals[0], gradients)
-        return (constrain(gradient_sums, gradient_shardings), jax.tree.map(jnp.add, totals[1], sums)), None
+        return (_constrain(gradient_sums, gradient_shardings), jax.tree.map(jnp.add, totals[1], sums)), None
 
-    row_shardings = {
-        name: shard.sharding((*shard_axes, *shard.layout.activation_axes(array.axes)))
-        for name, array in program.task.batch(1, 1).items()
-    }
-    gradient_shardings = jax.tree.unflatten(
-        jax.tree.structure(parameters),
-        [shard.sharding((*shard_axes, *shard.layout.stored_axes(s.axes))) for s in program.builder.specs.values()],
-    )
-    # Row r of the batch goes to microbatch r % steps, so that every device works on its own rows in each.
-    microbatches = jax.tree.map(
-        lambda x: (
-            x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
-            .swapaxes(0, 1)
-            .reshape(steps, *shard_count, -1, *x.shape[1:])
-        ),
-        batch,
-    )
-    keys = jax.random.split(key, (steps, *shard_count))
-    _, shapes = jax.eval_shape(differentiate_rows, parameters, *jax.tree.map(lambda x: x[0], (microbatches, keys)))
-    zero_gradients = jax.tree.map(lambda p: jnp.zeros((*shard_count, *p.shape), ACCUMULATOR_DTYPE.value), parameters)
-    totals = constrain(zero_gradients, gradient_shardings), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    microbatches = jax.tree.map(partial(_split_rows, steps, leading_shape), batch)
+    keys = jax.random.split(key, (steps, *leading_shape))
+    first_microbatch = jax.tree.map(lambda x: x[0], (microbatches, keys))
+    _, shapes = jax.eval_shape(differentiate, parameters, *first_microbatch)
+    zero_gradients = jax.tree.map(lambda p: jnp.zeros((*leading_shape, *p.shape), ACCUMULATOR_DTYPE.value), parameters)
+    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    totals = _constrain(zero_gradients, gradient_shardings), zero_sums
     (gradients, sums), _ = jax.lax.scan(add_microbatch, totals, (microbatches, keys))
-    if shard_count:
-        gradients = constrain(
-            jax.tree.map(partial(_add_shards, program), gradients),
-            jax.tree.map(_in_device_memory, program.shardings.parameters),
-        )
+    if program.sums_gradients_once:
+        gradients = jax.tree.map(partial(_add_shards, program), gradients)
+        gradients = _constrain(gradients, jax.tree.map(_in_device_memory, shardings))
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return gradients, sums
+
+
+def _differentiate_rows(
+    program: StepProgram, shard: Shard, parameters: Any, rows: Batch, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return (gradients, metric sums) of the rows of a microbatch, or of one shard of it."""
+    gradients, (sums, _) = _differentiate(program, shard)(parameters, rows, None, key)
+    return gradients, sums
+
+
+def _split_rows(steps: int, leading_shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Reshape (rows, ...) to (steps, *leading_shape, rows per shard of a microbatch, ...).
+
+    Row r of the batch goes to microbatch r % steps, so that every device works on its own rows in each.
+    """
+    by_microbatch = x.reshape(x.shape[0] // steps, steps, *x.shape[1:]).swapaxes(0, 1)
+    return by_microbatch.reshape(steps, *leading_shape, -1, *x.shape[1:])
+
+
+def _constrain(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
 def _add_shards(program: StepProgram, gradients: jax.Array) -> jax.Array:
     """Add the gradients of all shards of the batch, of shape (shards, ...), in the reduction dtype."""
     terms = gradients.astype(program.run.config.precision.reduction.value)
+    # Not `jnp.sum`, which adds bfloat16 in float32: the devices would send twice the bytes.
     return jax.lax.reduce(terms, terms.dtype.type(0), jax.lax.add, (0,))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.foreign_errors import Allocation
 from valkyrie.hardware.position import Position
-from valkyrie.parallel.partition import Role
+from valkyrie.parallel.partition import AccumulatedGradients, Role
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import RecordError, decode
 from valkyrie.runs.layout_record import LayoutRecord
@@ -363,6 +363,7 @@ class Prediction(LayoutResult):
         parameters: Number of parameters of the model.
         alternatives: Other layouts or settings to try, with their estimated effect.
         reduction: Dtype of gradient sums.
+        gradients: How a step that accumulates microbatches sums gradients. None if it has no choice, or in older files.
         step: Predicted time, or None if unknown, for example because the compiler for CPUs writes no schedule.
         parts: Time of the step by part.
         costs: The slowest operations.
@@ -382,6 +383,7 @@ class Prediction(LayoutResult):
     parameters: int | None = None
     alternatives: Alternatives = Alternatives()
     reduction: str | None = None
+    gradients: AccumulatedGradients | None = None
     step: PredictedStep | None = None
     parts: tuple[StepPart, ...] = ()
     costs: tuple[OperationCost, ...] = ()

@@ -102,6 +102,8 @@ def _show_subject(record: Prediction | Measurement, console: Console) -> None:
     console.print(f"roles: {layout.roles}")
     if layout.pipeline:
         console.print(f"pipeline: {layout.pipeline.described}", highlight=False)
+    if isinstance(record, Prediction) and record.gradients is not None:
+        console.print(f"gradients: {record.gradients.describe()}", highlight=False)
     for line in record.placement if isinstance(record, Prediction) else ():
         console.print(f"placement: {line}")
     console.print(f"batch: {layout.batch} x {layout.seq} tokens, {layout.precision}, remat={layout.remat}")

@@ -28,7 +28,7 @@ from valkyrie.search.compile.prediction import (
     SourceLine,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.train.memory import recomputed_activations, saved_bytes
+from valkyrie.train.memory import accumulated_gradients, recomputed_activations, saved_bytes
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
         versions=package_versions(),
         compile=CompileTimes(cached=compiled.cached),
         memory=outcome.shortage,
+        gradients=accumulated_gradients(run),
     )
     if step is None:
         return prediction

@@ -6,6 +6,7 @@ Reports also use it to compare measured layouts.
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -333,10 +334,11 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
         )
     if slower.step_s <= faster.step_s:
         return lines
-    explain_functions = [_explain_communication, _explain_products, _explain_other_parts, _explain_memory]
+    explain_functions = [_explain_communication, _explain_gradient_sums, _explain_products]
     parts = _pair_quantities(a.quantities.seconds, b.quantities.seconds, b.scale)
     if parts and parts[0].name in [kind.value for kind in _PRODUCTS]:  # products differ most
-        explain_functions[:2] = _explain_products, _explain_communication
+        explain_functions = [_explain_products, _explain_communication, _explain_gradient_sums]
+    explain_functions += [_explain_other_parts, _explain_memory]
     return lines + [line for explain in explain_functions for line in explain(faster, slower)]
 
 
@@ -378,6 +380,16 @@ def _explain_communication(faster: _Side, slower: _Side) -> list[str]:
             text += f"({use.source}): {duration_text(use.waited_s)} in {count_text(round(use.calls), 'call')}."
         return [text]
     return []
+
+
+def _explain_gradient_sums(faster: _Side, slower: _Side) -> list[str]:
+    """Return a list with a sentence on how often the layouts that accumulate microbatches sum gradients."""
+    labels_by_count: dict[str, list[str]] = defaultdict(list)
+    for side in (faster, slower):
+        if side.prediction.gradients is not None:
+            labels_by_count[side.prediction.gradients.summed_per.value].append(side.label)
+    texts = [f"once per {count} under {' and '.join(labels)}" for count, labels in labels_by_count.items()]
+    return [f"Gradients are summed over devices {' and '.join(texts)}."] if texts else []
 
 
 def _explain_products(faster: _Side, slower: _Side) -> list[str]:
