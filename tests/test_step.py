@@ -74,6 +74,8 @@ def test_layout_settings_do_not_change_the_steps(mesh, partition, override):
                 ("2x2x2", "fsdp_tp"),
                 ("2x2x2", "1d_tp"),
                 ("2x2x2", "2d_tp"),
+                ("2x2x2", "2d_tp_fsdp"),
+                ("2s2x1x2", "fsdp"),
                 ("2x2x2", "sp"),
             )
             for model in ("gpt_tiny", TINY)
