@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -1039,6 +1040,25 @@ def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler
         later = CompiledLayout(others[1], replace(trial, started=started))
         compiles = CompiledLayouts([compiled_layout, later])
         assert compiles.ratio(mesh_partition(entry)) == pytest.approx(ratio), "of the compile that started last"
+
+
+def test_a_compiled_layout_corrects_others_with_the_same_work(compiler: ScaledCompiler, tmp_path: Path) -> None:
+    request = parse_request(parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "batch=128", "remat=full"]))
+    fitting = make_shortlist(request).fitting
+    compiled = next(e for e in fitting if e.candidate.partition == "fsdp" and e.candidate.mesh == "8x1x1")
+    compiler.factor, compiler.steps = 1.1, {tuple(compiled.candidate.overrides): compiled.step_s}
+    trial = compiler(compiling.plan_compile(request, compiled, tmp_path), lambda: None)
+    compiles = CompiledLayouts([CompiledLayout(compiled, trial)])
+    ratios = {e.candidate: compiles.corrected_s(e) / e.step_s for e in fitting}
+    assert set(np.round(list(ratios.values()), 6)) == {1.0, 1.1}
+    data_parallel = [e for e in fitting if (e.candidate.partition, e.candidate.mesh) == ("dp", "8x1x1")]
+    assert data_parallel and all(
+        ratios[e.candidate] == pytest.approx(1.1) for e in data_parallel if e.candidate.microbatches == 1
+    )
+    for entry in fitting:
+        unlike = abs(entry.parts["products"] / compiled.parts["products"] - 1) > 0.05
+        if unlike and mesh_partition(entry) != mesh_partition(compiled):
+            assert ratios[entry.candidate] == 1.0
 
 
 def test_the_command_of_the_best_layout_has_its_compiler_options(

@@ -119,6 +119,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%"))
     assert "other chips" in describe_range(replace(known, chip=None))
     assert "mode=calibrate" in describe_range(None)
+    assert "such a program" in describe_range(None, is_program=True)
 
 
 def test_bytes_sent_add_up_in_every_breakdown(run: Run):

@@ -7,6 +7,7 @@ when the time budget or the maximum number of compiles is reached.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from valkyrie.search import FIRST_COMPILE_FACTOR
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
+from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import (
@@ -48,6 +50,15 @@ MIN_VARIANT_RATIO = 0.97
 """Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
 
 Layouts with the same mesh and partition have similar errors; the choice of 3% is not fitted.
+"""
+SAME_WORK_PARTS = ("products", "mixing", "head")
+SAME_WORK_TOLERANCE, MAX_WAITING_DIFFERENCE = 0.03, 0.1
+"""Conditions under which a compiled layout corrects layouts with another mesh or partition (see `has_same_work`).
+
+Tested on the compiled layouts of experiments/search. For the 132 pairs that meet the conditions, correcting one
+estimate by the other's ratio changes the median error from 8.0% to 3.5%. For all 3,458 pairs, it changes the error from
+6.6% to 9.8%, or to 8.1% if the ratio is that of the compute alone, because errors of compute differ by mesh and
+partition.
 """
 MEMORY_SLACK = 1.1
 """A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory.
@@ -109,17 +120,25 @@ class CompiledLayouts:
         The ratio is that of the layout whose compile started last, of those that fit and have this mesh and partition.
         Its start is in its record, so the ratio is the same after a resume.
         """
-        matching = [c for c in self.layouts if mesh_partition(c.estimate) == key and c.step_s is not None]
-        matching.sort(key=lambda layout: layout.trial.started)
-        return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
+        return self._last_ratio(lambda compiled: mesh_partition(compiled) == key)
+
+    def _last_ratio(self, matches: Callable[[EstimatedLayout], bool]) -> float | None:
+        matching = [c for c in self.layouts if c.step_s is not None and matches(c.estimate)]
+        last = max(matching, key=lambda layout: layout.trial.started, default=None)
+        return None if last is None else (last.step_s or 0.0) / last.estimate.step_s
 
     def get(self, candidate: Candidate) -> CompiledLayout | None:
         """Return the record of a layout, or None if it was not compiled."""
         return next((layout for layout in self.layouts if layout.estimate.candidate == candidate), None)
 
     def corrected_s(self, layout: EstimatedLayout) -> float:
-        """Return the estimated step time of a layout in seconds, times `ratio` if it is known."""
-        return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
+        """Return the estimated step time of a layout in seconds, times a ratio of compiled to estimated step time.
+
+        The ratio is that of `ratio`. If it is unknown, it is that of the last compiled layout that fits and does the
+        same work (see `has_same_work`), or else 1.
+        """
+        ratio = self.ratio(mesh_partition(layout)) or self._last_ratio(lambda other: has_same_work(other, layout))
+        return layout.step_s * (ratio or 1.0)
 
     def describe_ratios(self) -> str | None:
         """Return a sentence with the ratios of compiled to estimated step times, or None if no compiled layout fits."""
@@ -163,6 +182,21 @@ class CompiledLayouts:
             c.peak / c.estimate.peak_bytes for c in self.layouts if c.peak and _same_chip_and_remat(c.estimate, layout)
         ]
         return usable is None or not ratios or layout.peak_bytes * min(ratios) <= MEMORY_SLACK * usable
+
+
+def has_same_work(first: EstimatedLayout, second: EstimatedLayout) -> bool:
+    """Return whether the estimates of two layouts have the same work per device and similar communication.
+
+    The layouts are on the same kind and number of chips. The seconds of `SAME_WORK_PARTS` differ by at most 3%, and the
+    shares of communication and idle time by at most a tenth of the step.
+    """
+    if describe_chips(first.group.target) != describe_chips(second.group.target):
+        return False
+    parts, other_parts = first.parts, second.parts
+    if not all(math.isclose(parts[n], other_parts[n], rel_tol=SAME_WORK_TOLERANCE) for n in SAME_WORK_PARTS):
+        return False
+    shares = [sum(p[n] for n in COMPUTE_PARTS) / sum(p.values()) for p in (parts, other_parts)]
+    return abs(shares[0] - shares[1]) < MAX_WAITING_DIFFERENCE
 
 
 def _same_chip_and_remat(first: EstimatedLayout, second: EstimatedLayout) -> bool:

@@ -198,7 +198,8 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
     text = f"{kind} step{simulated_suffix}: {duration_text(step.step_s)}"
     console.print(Text.assemble((text, "bold"), ", ".join([spread, *facts])))
     if isinstance(step, PredictedStep):
-        console.print(f"error range: {describe_range(step.interval)}")
+        is_program = isinstance(record, Prediction) and record.program is not None
+        console.print(f"error range: {describe_range(step.interval, is_program=is_program)}")
         for price, tokens in step.tokens_per_dollar.items():
             console.print(f"{tokens / 1e6:,.2f} million {record.unit} per dollar ({price.replace('_', ' ')})")
     if isinstance(record, Prediction) and record.parts:
@@ -210,8 +211,16 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
         _print_table("where the step time goes", ("what", "ms", "%"), rows, console)
 
 
-def describe_range(interval: StepInterval | None) -> str:
-    """Describe the range of a predicted step, and the measured runs behind it."""
+def describe_range(interval: StepInterval | None, *, is_program: bool = False) -> str:
+    """Describe the range of a predicted step, and the measured runs behind it.
+
+    `is_program` is whether the step is that of another program (`valkyrie.predict`), not of a run.
+    """
+    if interval is None and is_program:
+        return (
+            "unknown, because published runs are of dense transformers and none is of such a program. mode=calibrate "
+            "derives ranges from your own runs"
+        )
     if interval is None:
         return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
     runs_text = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "

@@ -34,6 +34,8 @@ MIXING_BACKWARD_FLOPS_RATIO = 2.5
 
 Source: arXiv 2307.08691.
 """
+COMPUTE_PARTS = ("products", "mixing", "moving", "head", "optimizer", "launching")
+"""The parts of `EstimatedTimes.parts` that are neither communication nor idle time."""
 
 
 @dataclass(frozen=True)
