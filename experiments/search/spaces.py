@@ -108,7 +108,7 @@ SPACES = (
         count=16,
     ),
     *(
-        ComparisonSpace(name, (*overrides.split(), "precision=bf16_mixed"), count=4)
+        ComparisonSpace(name, (*overrides.split(), "precision=bf16_mixed"), count=8)
         for name, overrides in ODD_MODELS.items()
     ),
 )

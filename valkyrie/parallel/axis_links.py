@@ -23,6 +23,8 @@ MAX_SHARING_AXES = 2
 
 The last physical axis takes all remaining mesh axes, without a maximum.
 """
+SCATTERED_LINKS = 1.5
+"""Links per chip of an axis whose devices form no box, from replays of the meshes that JAX makes on v5e-8 (1.2 to 1.9)."""
 MAX_PLACEMENTS = 4000
 """Maximum number of placements of a mesh to compare. Limits the time that a search spends on one mesh."""
 
@@ -94,7 +96,7 @@ class AxisPlacement:
         """
         if not self.torus_factors:
             return 0.0
-        return sum((factor.links_per_chip for factor in self.factors), 0.0) if self.is_straight else 1.0
+        return sum((factor.links_per_chip for factor in self.factors), 0.0) if self.is_straight else SCATTERED_LINKS
 
     @property
     def ring_links(self) -> float:
