@@ -168,7 +168,7 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
         (
             ["x:2", "y", "x:2", "z"],
             torus(2, 4, 4),
-            ["x=4 on torus a,c*2 by 2 (no ring, 1.5 links)", "y=4 on torus b (line, 1 link)"],
+            ["x=4 on torus a,c*2 by 2 (no ring, 1.8 links)", "y=4 on torus b (line, 1 link)"],
         ),
         (
             ["x", "y", "z"],

@@ -190,6 +190,13 @@ class Attention(Block):
             if activation.name in ("key", "value")
         ]
 
+    def exchanged_halves(self, context: BlockContext) -> list[SavedActivation]:
+        has_kernel = self.impl in (AttentionImpl.auto, AttentionImpl.kernel)
+        if not (has_kernel and self.causal and self.window(context) is None and self.dilation(context) == 1):
+            return []
+        names = ("query", ATTENTION_OUTPUT)
+        return [saved for saved in self.saved_activations(context) if saved.name in names and not saved.float32]
+
     def _mean_keys(self, context: BlockContext, seq: int) -> float:
         """Return the mean number of keys that a query sees, including global tokens.
 

@@ -260,6 +260,13 @@ class Block(ABC):
         """
         return []
 
+    def exchanged_halves(self, context: BlockContext) -> list[SavedActivation]:
+        """Return the activations whose half-shards are exchanged if the sequence is split.
+
+        Causal attention does this with its queries and its output: each shard computes an early and a late half.
+        """
+        return []
+
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that `saves` declares, with the lengths of their axes.
 

@@ -23,8 +23,13 @@ MAX_SHARING_AXES = 2
 
 The last physical axis takes all remaining mesh axes, without a maximum.
 """
-SCATTERED_LINKS = 1.5
-"""Links per chip of an axis whose devices form no box, from replays of the meshes that JAX makes on v5e-8 (1.2 to 1.9)."""
+SCATTERED_LINKS = 1.75
+"""Links per chip of an axis whose devices form no box, from replays of JAX's meshes on v5e-8 (1.2 to 1.9)."""
+INTERLEAVED_LINKS = 0.8
+"""Minimum links per chip of each factor of an axis that spans several torus axes, even if its lines are interleaved.
+
+From replays of axes of 8 on v5e-16: 1.8 links, where 4 positions of one torus axis and every other of 4 form a block.
+"""
 MAX_PLACEMENTS = 4000
 """Maximum number of placements of a mesh to compare. Limits the time that a search spends on one mesh."""
 
@@ -92,11 +97,12 @@ class AxisPlacement:
     def links_per_chip(self) -> float:
         """One-way links per chip that a collective over the axis uses.
 
-        0 if the axis is not on the torus, and 1 if it is not `is_straight`.
+        0 if the axis is not on the torus, and `SCATTERED_LINKS` if it is not `is_straight`.
         """
-        if not self.torus_factors:
-            return 0.0
-        return sum((factor.links_per_chip for factor in self.factors), 0.0) if self.is_straight else SCATTERED_LINKS
+        if self.torus_factors and not self.is_straight:
+            return SCATTERED_LINKS
+        least = INTERLEAVED_LINKS if len(self.torus_factors) > 1 else 0.0
+        return sum((max(factor.links_per_chip, least) for factor in self.torus_factors), 0.0)
 
     @property
     def ring_links(self) -> float:
@@ -125,7 +131,7 @@ class AxisPlacement:
             factor_text = ",".join(
                 str(factor) if self.is_straight else factor.physical_axis for factor in self.torus_factors
             )
-            parts.append(f"torus {factor_text} ({f'{shape}, {links}' if self.is_straight else 'scattered, 1 link'})")
+            parts.append(f"torus {factor_text} ({shape if self.is_straight else 'scattered'}, {links})")
         if any(factor.physical_axis == CORE for factor in self.factors):
             parts.append("the cores of a chip")
         if any(factor.physical_axis == DCN for factor in self.factors):

@@ -16,6 +16,9 @@ class Efficiency:
         products, mixing: Share of peak FLOP/s that large matmuls and attention achieve.
         half_rate_flops: FLOPs of a matmul that achieves half of the share `products`.
         tile: Side of the matrix unit. The feature dimensions of a matmul are rounded up to multiples of it.
+        unhidden_loads: Share of the time to move a matmul's operands and result through HBM that does not overlap with
+            its multiplications. From replays of compiled steps on v4 and v5e.
+        on_chip_bytes: Operands and results of at most this many bytes stay in the chip's own memory.
         float32_passes: Number of bfloat16 matmuls that one float32 matmul takes.
         hbm: Share of HBM bandwidth that a step achieves.
         passes: Number of times that a step moves each activation through HBM, whether it is saved or recomputed.
@@ -47,6 +50,8 @@ class Efficiency:
     mixing: float = 0.4
     half_rate_flops: float = 0.0
     tile: float = 128.0
+    unhidden_loads: float = 0.7
+    on_chip_bytes: float = 32e6
     float32_passes: float = 3.0
     hbm: float = 0.8
     passes: float = 1.0

@@ -74,7 +74,7 @@ class CollectiveModel:
         seconds = np.zeros(len(layouts))
         for axis in axes:
             links, size = layouts.links[axis], layouts.sizes[axis]
-            inner_s = sent_bytes / (links.inner_rate * self.gather_efficiency)
+            inner_s = sent_bytes / (np.minimum(links.inner_rate, links.ring_rate) * self.gather_efficiency)
             outer_s = sent_bytes / (links.outer_rate * self.outer_efficiency)
             start = self.start_s + np.where(links.outer_size > 1, self.outer_start_s, 0.0)
             seconds += np.where(size > 1, start + np.where(links.outer_size > 1, outer_s, inner_s), 0.0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.models.block import padding_ratio
+from valkyrie.models.block import SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.precision import ACCUMULATOR_DTYPE
@@ -144,12 +144,19 @@ class StepEstimator:
         return product.components * passes * self._matmul_seconds(self.local_tokens, np.asarray(k), np.asarray(n))
 
     def _matmul_seconds(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Return the seconds of a [rows, k] x [k, n] matmul, bound by the matrix unit (in whole tiles) or by HBM."""
+        """Return the seconds of a [rows, k] x [k, n] matmul.
+
+        The matrix unit works on whole tiles. Operands and results of more than `Efficiency.on_chip_bytes` move through
+        HBM, and the share `Efficiency.unhidden_loads` of that time does not overlap with the multiplications.
+        """
         e, flops = self.efficiency, 2.0 * rows * k * n
         padded = _tile_utilisation(k, e.tile) * _tile_utilisation(n, e.tile)
-        rate = self.peak_flops * e.products * padded * flops / (flops + e.half_rate_flops)
-        bytes_ = self.work.itemsize * (rows * k + k * n + rows * n)
-        return np.maximum(flops / rate, bytes_ / self.hbm_bandwidth)
+        multiply_s = (flops + e.half_rate_flops) / (self.peak_flops * e.products * padded)
+        lanes, itemsize = self.work.lanes, self.work.itemsize
+        array_bytes = (itemsize * rows * _round_up(k, lanes), itemsize * k * n, itemsize * rows * _round_up(n, lanes))
+        hbm_bytes = _sum_arrays(np.where(size > e.on_chip_bytes, size, 0.0) for size in array_bytes)
+        load_s = hbm_bytes / self.hbm_bandwidth
+        return np.maximum(multiply_s + e.unhidden_loads * load_s, load_s)
 
     @cached_property
     def _head_seconds(self) -> np.ndarray:
@@ -315,16 +322,24 @@ class StepEstimator:
         """Return the seconds to fetch activations from other shards of the sequence, in one layer and one pass."""
         layouts, axes = self.layouts, self.layouts.activations[SEQ]
         seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
+        shards = layouts.axes_size(axes)
         for activation, positions in mixing.neighbours:
-            bytes_per_token = activation.count * (4 if activation.float32 else self.work.itemsize)
-            for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
-                bytes_per_token = bytes_per_token * n / layouts.count_parts(axis, "active", n)
-            per_position = bytes_per_token * self.local_tokens / (seq / layouts.axes_size(axes))
+            per_position = self._bytes_per_token(activation) * self.local_tokens / (seq / shards)
             if positions is None:
                 seconds += self.network.all_gather(layouts, axes, per_position * seq)
             else:
                 seconds += self.network.exchange(layouts, axes, per_position * min(positions, seq))
+        exchanges = seq / shards % (2 * self.work.lanes) == 0
+        for activation in mixing.exchanged_halves:
+            bytes_ = self._bytes_per_token(activation) * self.local_tokens * _half_exchange_hops(shards)
+            seconds += np.where(exchanges, self.network.exchange(layouts, axes, bytes_), 0.0)
         return seconds
+
+    def _bytes_per_token(self, activation: SavedActivation) -> np.ndarray:
+        bytes_ = np.full(len(self.layouts), activation.count * (4.0 if activation.float32 else self.work.itemsize))
+        for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
+            bytes_ = bytes_ * n / self.layouts.count_parts(axis, "active", n)
+        return bytes_
 
     @cached_property
     def _table_collectives(self) -> np.ndarray:
@@ -466,6 +481,17 @@ class StepEstimator:
         return bytes_ / self.hbm_bandwidth + flops / (self.peak_flops * self.efficiency.products)
 
 
+@functools.partial(np.vectorize, otypes=[float])
+def _half_exchange_hops(shards: float) -> float:
+    """Return the load of each link and direction between shards when halves are exchanged, in whole shards.
+
+    Half h of 2n halves moves from shard h // 2 to shard min(h, 2n - 1 - h) (`valkyrie.ops.attention.sharded`).
+    """
+    n = int(shards)
+    hops = sum(abs(min(half, 2 * n - 1 - half) - half // 2) for half in range(2 * n))
+    return hops / 2 / (2 * (n - 1)) if n > 1 else 0.0
+
+
 def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, arrays)
 
@@ -480,4 +506,8 @@ def _exposed_seconds(communication_s: np.ndarray, compute_s: np.ndarray, hidden_
 
 def _tile_utilisation(length: np.ndarray, tile: float) -> np.ndarray:
     """Return the ratio of a length to the length rounded up to whole tiles."""
-    return length / (np.ceil(length / tile) * tile)
+    return length / _round_up(length, tile)
+
+
+def _round_up(length: np.ndarray, multiple: float) -> np.ndarray:
+    return np.ceil(length / multiple) * multiple

@@ -67,6 +67,8 @@ class Mixing:
         shards_rows_over_embed: Whether tokens are also split over the mesh axes that split `embed` but none of `axes`.
         neighbours: Activations that a shard of the sequence reads from other shards, each with the number of positions
             that it reads, or None for all positions.
+        exchanged_halves: Activations whose half-shards are exchanged if the sequence is split
+            (`Block.exchanged_halves`).
     """
 
     flops: float
@@ -76,6 +78,7 @@ class Mixing:
     name: str | None
     shards_rows_over_embed: bool
     neighbours: tuple[tuple[SavedActivation, int | None], ...]
+    exchanged_halves: tuple[SavedActivation, ...]
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,20 @@ def _mixing(
         if activation.name is not None and not activation.product
     ]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
-    neighbours = tuple(block.neighbours(context))
+    neighbours, exchanged_halves = tuple(block.neighbours(context)), tuple(block.exchanged_halves(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
     if named_activations:
         flops *= padding_ratio(named_activations[0].tensor.shape, platform.lanes)
     if block.uses_wide_blocks(context, seq):
         flops *= platform.wide_attention_cost
-    return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
+    return Mixing(
+        flops,
+        block.scores(context, seq),
+        axes,
+        count,
+        name,
+        block.shards_rows_over_embed,
+        neighbours,
+        exchanged_halves,
+    )
