@@ -8,6 +8,7 @@ device exchanges only its shard. A ring of GPUs passes through all hosts at the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,3 +108,22 @@ def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveMode
     has_torus = get_platform(chip.platform).has_torus
     e = efficiency
     return CollectiveModel(has_torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)
+
+
+@functools.partial(np.vectorize, otypes=[float])
+def half_exchange_hops(shards: float) -> float:
+    """Return the load of each link and direction between shards when halves are exchanged, in whole shards.
+
+    Half h of 2n halves moves from shard h // 2 to shard min(h, 2n - 1 - h) (`valkyrie.ops.attention.sharded`).
+    """
+    n = int(shards)
+    hops = sum(abs(min(half, 2 * n - 1 - half) - half // 2) for half in range(2 * n))
+    return hops / 2 / (2 * (n - 1)) if n > 1 else 0.0
+
+
+def exposed_seconds(communication_s: np.ndarray, compute_s: np.ndarray, hidden_share: float) -> np.ndarray:
+    """Return the exposed part of `communication_s` seconds of communication.
+
+    The overlapped part is at most the share `hidden_share` of it, and at most `compute_s` seconds.
+    """
+    return np.maximum((1 - hidden_share) * communication_s, communication_s - compute_s)

@@ -23,7 +23,7 @@ from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.network import CollectiveModel
+from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
 from valkyrie.search.estimate.work import Mixing, Product, StepWork
 from valkyrie.train.memory import MemoryEstimator
 
@@ -108,10 +108,10 @@ class StepEstimator:
         sums_once = self.memory.sums_gradients_once(remat)
         gather_s, (loop_sum_s, last_sum_s) = self._weight_gather_seconds, self._gradient_sum_seconds(sums_once)
         exposed_s = {
-            "activations": _exposed_seconds(activations, compute_s, e.hidden_activations),
-            "weights": _exposed_seconds(gather_s, compute_s, e.hidden_weights),
-            "gradients": _exposed_seconds(loop_sum_s / m, compute_s, e.hidden_gradients),
-            "host": _exposed_seconds(2 * host_bytes * self.layer_share / self.host_bandwidth, compute_s, e.hidden_host),
+            "activations": exposed_seconds(activations, compute_s, e.hidden_activations),
+            "weights": exposed_seconds(gather_s, compute_s, e.hidden_weights),
+            "gradients": exposed_seconds(loop_sum_s / m, compute_s, e.hidden_gradients),
+            "host": exposed_seconds(2 * host_bytes * self.layer_share / self.host_bandwidth, compute_s, e.hidden_host),
         }
         stage_s = compute_s + exposed_s["activations"] + exposed_s["weights"]
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
@@ -331,7 +331,7 @@ class StepEstimator:
                 seconds += self.network.exchange(layouts, axes, per_position * min(positions, seq))
         exchanges = seq / shards % (2 * self.work.lanes) == 0
         for activation in mixing.exchanged_halves:
-            bytes_ = self._bytes_per_token(activation) * self.local_tokens * _half_exchange_hops(shards)
+            bytes_ = self._bytes_per_token(activation) * self.local_tokens * half_exchange_hops(shards)
             seconds += np.where(exchanges, self.network.exchange(layouts, axes, bytes_), 0.0)
         return seconds
 
@@ -481,27 +481,8 @@ class StepEstimator:
         return bytes_ / self.hbm_bandwidth + flops / (self.peak_flops * self.efficiency.products)
 
 
-@functools.partial(np.vectorize, otypes=[float])
-def _half_exchange_hops(shards: float) -> float:
-    """Return the load of each link and direction between shards when halves are exchanged, in whole shards.
-
-    Half h of 2n halves moves from shard h // 2 to shard min(h, 2n - 1 - h) (`valkyrie.ops.attention.sharded`).
-    """
-    n = int(shards)
-    hops = sum(abs(min(half, 2 * n - 1 - half) - half // 2) for half in range(2 * n))
-    return hops / 2 / (2 * (n - 1)) if n > 1 else 0.0
-
-
 def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, arrays)
-
-
-def _exposed_seconds(communication_s: np.ndarray, compute_s: np.ndarray, hidden_share: float) -> np.ndarray:
-    """Return the exposed part of `communication_s` seconds of communication.
-
-    The overlapped part is at most the share `hidden_share` of it, and at most `compute_s` seconds.
-    """
-    return np.maximum((1 - hidden_share) * communication_s, communication_s - compute_s)
 
 
 def _tile_utilisation(length: np.ndarray, tile: float) -> np.ndarray:
