@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
 from machines import needs_libtpu
+from sound_programs import SOUND_PROGRAMS, Program
 from valkyrie.compiled.collectives import collective_uses, find_cause
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse_module
@@ -184,6 +186,22 @@ def test_a_few_lines_are_all_named_and_more_are_counted() -> None:
     lines = [f"step.py:{line}" for line in range(10, 20)]
     assert all(line in join_lines(lines[:MAX_LINES]) for line in lines[:MAX_LINES])
     assert lines[MAX_LINES] not in join_lines(lines) and f"{10 - MAX_LINES} more" in join_lines(lines)
+
+
+@pytest.mark.parametrize("program", SOUND_PROGRAMS, ids=lambda program: program.__name__)
+def test_sound_programs_have_no_faults(program: Callable[[Mesh], Program]) -> None:
+    mesh = cpu_mesh(data=4, model=2)
+    assert find_faults(compile_program(mesh, *program(mesh))) == ()
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", SOUND_PROGRAMS, ids=lambda program: program.__name__)
+def test_sound_programs_have_no_faults_that_cost_time(program: Callable[[Mesh], Program]) -> None:
+    slice_ = valkyrie.slice("v5e-8")
+    step, arguments = program(slice_.mesh((4, 2), ("data", "model")))
+    assert not valkyrie.check(step, *arguments, slice=slice_)
 
 
 def test_an_axis_that_splits_nothing_is_found() -> None:

@@ -79,6 +79,22 @@ def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
 
 @needs_libtpu
 @pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(600)
+def test_the_fault_of_the_plain_step_is_its_constraint(monkeypatch: pytest.MonkeyPatch):
+    example, slice_ = import_example("plain_step", monkeypatch), valkyrie.slice("v5e-8")
+    monkeypatch.setattr(example, "LAYERS", 1)  # compiles faster
+    step, arguments = example.faulty(slice_)
+    (fault,) = valkyrie.check(step, *arguments, slice=slice_)
+    file, _, line = fault.source.rpartition(":")
+    assert "hidden_spec" in Path(file).read_text().splitlines()[int(line) - 1]
+    page = (FOLDER / "README.md").read_text()
+    assert f"plain_step.py:{line} replicates" in page and f"plain_step.py:{int(line) + 1}" in page
+    step, arguments = example.step(slice_)
+    assert not valkyrie.check(step, *arguments, slice=slice_)
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(300)
 def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
