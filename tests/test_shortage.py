@@ -124,7 +124,7 @@ def test_a_report_lists_allocations_with_their_sources():
         usable=16 * GIB,
         largest=(
             Allocation(12 * GIB, "bf16[24,64]", "jit(step)/while/body/f/dot", "their/step.py:7"),
-            Allocation(GIB, "f32[8]"),
+            *[Allocation(GIB, "f32[8]", "f/add", "their/step.py:9")] * 3,  # of equal layers
         ),
     )
     program = ForeignProgram("step", "v5e-8", "v5e-8 (8 chips)", "v5e", {"data": 8})
@@ -135,8 +135,9 @@ def test_a_report_lists_allocations_with_their_sources():
     lines = [line.rstrip() for line in str(Result(record)).splitlines()]
     assert any(re.match(r"does not fit: .*\b20\.0 GiB .*\b16\.0 GiB\b", line) for line in lines)
     assert "the largest arrays on a device" in lines
-    assert [line.split() for line in lines if "bf16[24,64]" in line] == [
-        ["12.00", "bf16[24,64]", "f/dot", "their/step.py:7"]
+    assert [line.split() for line in lines if "their/step.py" in line] == [
+        ["12.00", "1", "bf16[24,64]", "f/dot", "their/step.py:7"],
+        ["1.00", "3", "f32[8]", "f/add", "their/step.py:9"],
     ]
     assert any(line.startswith("hint: shard params['w']") for line in lines)
     page = program_page(record, "step", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "ms": lambda seconds: f"{1e3 * seconds:.2f}",
     "waiting ms": lambda seconds: f"{1e3 * seconds:.2f}",
     "%": lambda share: f"{100 * share:.1f}",
+    "arrays": lambda arrays: f"{arrays:,}",
     "calls": lambda calls: f"{calls:,.0f}",
     "sent": decimal_bytes_text,
 }
@@ -134,9 +136,12 @@ def _show_allocations(prediction: Prediction, console: Console) -> None:
         columns.append(("operation", lambda entry: short_cause(entry.op_name) if entry.op_name else ""))
     if any(entry.source for entry in largest):
         columns.append(("source", lambda entry: short_source(entry.source)))
-    if largest:
-        rows = [[value(entry) for _, value in columns] for entry in largest]
-        _print_table("the largest arrays on a device", [name for name, _ in columns], rows, console)
+    counts = Counter(tuple(value(entry) for _, value in columns) for entry in largest)  # equal layers have equal arrays
+    if counts:
+        names, rows = [name for name, _ in columns], [list(row) for row in counts]
+        if max(counts.values()) > 1:
+            names[1:1], rows = ["arrays"], [[row[0], count, *row[1:]] for row, count in counts.items()]
+        _print_table("the largest arrays on a device", names, rows, console)
     for hint in prediction.hints:
         console.print(f"hint: {hint.text}")
 
