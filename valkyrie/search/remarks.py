@@ -127,14 +127,14 @@ def _with_range(value: float, low: float, high: float) -> str:
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
     """Return a line with the layouts on the same chips that are as fast as the best one, or an empty list.
 
-    Compares only step times from the same source, because estimates have larger errors than compiled steps.
+    The line names layouts with times from another source than the best one's.
     """
     best, tied_places = rows[0], list[str]()
     chips_text = describe_chips(target_slice(request, best))
     for place, row in enumerate(rows[1:], start=2):
-        is_comparable = row.stage is best.stage and describe_chips(target_slice(request, row)) == chips_text
-        if is_comparable and row.tokens_per_second_per_chip * EQUAL_RATIO >= best.tokens_per_second_per_chip:
-            tied_places.append(f"#{place}")
+        is_same_chip = describe_chips(target_slice(request, row)) == chips_text
+        if is_same_chip and row.tokens_per_second_per_chip * EQUAL_RATIO >= best.tokens_per_second_per_chip:
+            tied_places.append(f"#{place}" if row.stage is best.stage else f"#{place} ({row.stage.adjective})")
     if not tied_places:
         return []
     source = " by estimate" if best.stage is Stage.estimate else ""
