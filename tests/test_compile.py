@@ -44,6 +44,7 @@ from valkyrie.search.compile.cache import (
 from valkyrie.search.compile.child import (
     _MORE_SCRATCH_MEMORY,
     _too_large_outcome,
+    compile_for_overlap,
     compile_within_memory,
     explain_scratch_memory,
     parse_shortage,
@@ -53,7 +54,7 @@ from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.modes import PREDICTION_FILE, _earlier_predictions, work_key
-from valkyrie.train.options import CHIP, TO_FIT, USER, Option
+from valkyrie.train.options import CHIP, OVERLAP_OPTIONS, TO_FIT, USER, Option, settings_for_training
 from valkyrie.units import GIB
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
@@ -219,6 +220,42 @@ def test_a_slight_misfit_is_compiled_again_with_options_that_save_memory(
         with pytest.raises(RuntimeError, match=needed):
             compile_within_memory(options, fake_compile, get_platform(platform))
     assert len(attempts) == calls
+
+
+@pytest.mark.parametrize(
+    ("peak", "exposed_s", "second_s", "compiles", "is_second"),
+    [
+        (90, 0.95, 0.8, 1, True),
+        (90, 0.95, 1.1, 1, False),
+        (50, 0.95, 0.8, 0, False),
+        (90, 0.50, 0.8, 0, False),
+        (90, 0.95, None, 1, False),
+    ],
+    ids=["faster", "slower", "enough memory", "already overlaps", "does not fit"],
+)
+def test_a_program_that_overlaps_nothing_near_the_limit_is_compiled_with_other_options(
+    peak: int, exposed_s: float, second_s: float | None, compiles: int, is_second: bool
+):
+    def make_program(step_s: float) -> Any:
+        stats = SimpleNamespace(peak_memory_in_bytes=peak)
+        return SimpleNamespace(step_s=step_s, memory_analysis=lambda: stats)
+
+    def fake_replay(program: Any) -> Any:
+        use = SimpleNamespace(busy_s=1.0, exposed_s=exposed_s)
+        return SimpleNamespace(step_s=program.step_s, collectives=[use])
+
+    def fake_compile(compiler_options: dict[str, str]) -> Any:
+        attempts.append(compiler_options)
+        if second_s is None:
+            raise RuntimeError("RESOURCE_EXHAUSTED: memory required for HLO temporaries (16G) exceeds available HBM")
+        return make_program(second_s)
+
+    attempts: list[dict[str, str]] = []
+    first = make_program(1.0)
+    compiled, options = compile_for_overlap(first, [Option("a", "1", CHIP)], fake_compile, 100, fake_replay)
+    assert [set(attempt) for attempt in attempts] == compiles * [{"a", *OVERLAP_OPTIONS}]
+    assert (compiled is not first) == is_second
+    assert bool(settings_for_training(options)) == is_second, "training needs the same options"
 
 
 def test_a_layout_is_compiled_once(tiny_run: Run, monkeypatch: pytest.MonkeyPatch):

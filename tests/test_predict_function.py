@@ -210,8 +210,8 @@ def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
 def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
     limit = "xla_tpu_max_hbm_size_mib"
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
-    monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
-    # Compiles in this process, where `add_memory_saving_options` is replaced.
+    monkeypatch.setattr(train_options, "add_options", lambda *_: [more])
+    # Compiles in this process, where `add_options` is replaced.
     monkeypatch.setattr(lowered_programs, "ChildProcess", lambda command, *_: compile_request(Path(command[-2])))
     monkeypatch.setattr(lowered_programs, "run_compiler", lambda *_: None)
     slice = valkyrie.slice("v5e-8")

@@ -223,18 +223,18 @@ def test_options_without_which_the_best_layout_does_not_fit_are_in_its_command(
         tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request()).fitting
     }
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
-    monkeypatch.setattr(compiling, "_settings_to_fit", lambda folder: ("target.chip.xla_options.xla_saves=true",))
+    monkeypatch.setattr(compiling, "_settings_for_training", lambda folder: ("target.chip.xla_options.xla_saves=true",))
     finished = search("mode.compiles=2")
     assert finished.answer["options"] == ["target.chip.xla_options.xla_saves=true"]
     assert finished.answer["train"].endswith(" target.chip.xla_options.xla_saves=true")
 
 
 def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) -> None:
-    assert compiling._settings_to_fit(tmp_path) == ()
+    assert compiling._settings_for_training(tmp_path) == ()
     prediction = read_prediction(GOLDEN_FOLDER / "compile.json")
     options = (Option("xla_saves", "true", TO_FIT), Option("xla_other", "1", USER))
     write_record(tmp_path / COMPILE_FILE, replace(prediction, options=options))
-    assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
+    assert compiling._settings_for_training(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
 
 
 def test_compiles_of_earlier_searches_are_found_in_their_records(

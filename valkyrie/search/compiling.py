@@ -41,7 +41,7 @@ from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.train.options import settings_to_fit
+from valkyrie.train.options import settings_for_training
 from valkyrie.train.screen import make_console
 
 MIN_DISTINCT = 4
@@ -283,7 +283,7 @@ def compile_best(
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
         longest_s = max(longest_s, time.monotonic() - start)
-        compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
+        compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_for_training(plan.trial_folder)))
         on_result(compiled_layouts.layouts[-1], compiled_layouts)
 
 
@@ -298,7 +298,7 @@ def add_recorded_layouts(
             continue
         plan = plan_compile(request, layout, folder)
         if trial := settle([plan])[0].get(plan.key):
-            compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
+            compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_for_training(plan.trial_folder)))
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
@@ -345,10 +345,10 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
 
 
-def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
-    """Return the overrides without which a compiled layout does not fit. Empty if it was not compiled or needs none."""
+def _settings_for_training(trial_folder: Path) -> tuple[str, ...]:
+    """Return overrides of options that a compile has added, to fit or to overlap. Empty if it was not compiled."""
     with contextlib.suppress(RecordError, OSError):
-        return tuple(settings_to_fit(read_prediction(trial_folder / COMPILE_FILE).options))
+        return tuple(settings_for_training(read_prediction(trial_folder / COMPILE_FILE).options))
     return ()
 
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,11 +54,17 @@ from valkyrie.search.compile.prediction import (
 if TYPE_CHECKING:
     import jax
 
+    from valkyrie.machine.replay import Replay
     from valkyrie.train.options import Option
     from valkyrie.train.program import StepProgram
 
 MAX_EXCESS = 1.1
 """Maximum ratio of needed to available memory for which a program is compiled again with options that save memory."""
+NEARLY_FULL = 0.85
+"""Minimum share of the usable memory from which `compile_for_overlap` looks at a program."""
+NEGLIGIBLE_OVERLAP, MIN_EXPOSED = 0.1, 0.05
+"""A program is compiled again for overlap if at most this share of communication overlaps, and if it waits for at least
+this share of the step."""
 _MORE_SCRATCH_MEMORY = (
     "Another layout does not help. Use another model.attention.head_dim, or a larger "
     "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
@@ -158,6 +164,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     try:
         with explain_option_errors():
             compiled, options = compile_within_memory(program.options, lowered.compile, platform)
+            compiled, options = _overlap(program, compiled, options, lowered.compile)
     except Exception as error:
         if not is_out_of_memory(str(error)):
             raise
@@ -174,6 +181,30 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     return ProgramRecord(compile_s, tuple(options), memory, digest(module))
 
 
+def _overlap(
+    program: StepProgram, compiled: Any, options: list[Option], compile_fn: Callable[..., Any]
+) -> tuple[Any, list[Option]]:
+    """Apply `compile_for_overlap` to a compiled step, if its compiler writes a schedule that can be replayed."""
+    import jax
+
+    from valkyrie.compiled.hlo import parse_module
+    from valkyrie.search.compile.executable import device_positions
+    from valkyrie.search.compile.replayed import REPLAY_FUNCTIONS
+    from valkyrie.train.program import serialised_module
+
+    target, mesh = program.run.config.target, program.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)
+    replay_module, usable = REPLAY_FUNCTIONS.get(get_platform(target.platform).replay), usable_hbm(target.chip)
+    if replay_module is None or usable is None:
+        return compiled, options
+    axes, positions = {str(name): int(size) for name, size in mesh.shape.items()}, device_positions(mesh)
+
+    def replay_fn(compiled: Any) -> Replay:
+        return replay_module(target, parse_module(serialised_module(compiled)), axes, positions)
+
+    return compile_for_overlap(compiled, options, compile_fn, usable, replay_fn)
+
+
 def compile_within_memory(
     options: list[Option], compile_fn: Callable[..., Any], platform: Platform
 ) -> tuple[Any, list[Option]]:
@@ -182,14 +213,14 @@ def compile_within_memory(
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
     with options that save memory. If the program still does not fit, raises the first error. Other errors are raised.
     """
-    from valkyrie.train.options import add_memory_saving_options
+    from valkyrie.train.options import MEMORY_SAVING_OPTIONS, TO_FIT, add_options
 
     try:
         return compile_fn(), options
     except Exception as error:
         shortage = parse_shortage(str(error))
         needed, usable = shortage.needed, shortage.usable
-        saving_options = add_memory_saving_options(options)
+        saving_options = add_options(options, MEMORY_SAVING_OPTIONS, TO_FIT)
         if (
             not platform.memory_limit_option
             or saving_options == options
@@ -199,12 +230,52 @@ def compile_within_memory(
         ):
             raise
         try:
-            values = {option.name: option.value for option in saving_options if option.value is not None}
-            return compile_fn(compiler_options=values), saving_options
+            return compile_fn(compiler_options=option_values(saving_options)), saving_options
         except Exception as retry_error:
             if not is_out_of_memory(str(retry_error)):
                 raise
             raise error from None
+
+
+def compile_for_overlap(
+    compiled: Any,
+    options: list[Option],
+    compile_fn: Callable[..., Any],
+    usable: int,
+    replay_fn: Callable[[Any], Replay],
+) -> tuple[Any, list[Option]]:
+    """Compile a program that nearly fills the memory and overlaps no communication again, with `OVERLAP_OPTIONS`.
+
+    Returns the faster of the two programs by replay and its options, or the first one if the other does not fit.
+
+    Args:
+        compiled: The program, the result of `compile_fn` with `options`.
+        options: Its options.
+        compile_fn: A function like `jax.stages.Lowered.compile`.
+        usable: Usable memory of a device, in bytes.
+        replay_fn: Replays a compiled program.
+    """
+    from valkyrie.train.options import OVERLAP_OPTIONS, TO_OVERLAP, add_options
+
+    overlap_options = add_options(options, OVERLAP_OPTIONS, TO_OVERLAP)
+    if compiled.memory_analysis().peak_memory_in_bytes < NEARLY_FULL * usable or overlap_options == options:
+        return compiled, options
+    first = replay_fn(compiled)
+    busy_s, exposed_s = (sum(getattr(use, name) for use in first.collectives) for name in ("busy_s", "exposed_s"))
+    if exposed_s < MIN_EXPOSED * first.step_s or exposed_s < (1 - NEGLIGIBLE_OVERLAP) * busy_s:
+        return compiled, options
+    try:
+        second = compile_fn(compiler_options=option_values(overlap_options))
+    except Exception as error:
+        if not is_out_of_memory(str(error)):
+            raise
+        return compiled, options
+    return (second, overlap_options) if replay_fn(second).step_s < first.step_s else (compiled, options)
+
+
+def option_values(options: Iterable[Option]) -> dict[str, str]:
+    """Return the values of compiler options by name, without removed options."""
+    return {option.name: option.value for option in options if option.value is not None}
 
 
 def peak_without_host(
@@ -222,9 +293,8 @@ def peak_without_host(
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
     if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:
         return None
-    values = {option.name: option.value for option in options if option.value is not None}
     try:
-        compile_fn(compiler_options=values | {limit: "1"})
+        compile_fn(compiler_options=option_values(options) | {limit: "1"})
     except Exception as error:
         if is_out_of_memory(str(error)) and (needed := parse_shortage(str(error)).needed):
             return min(needed, platform.peak_bytes(sizes))

@@ -26,7 +26,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.train.options import Option, settings_to_fit
+from valkyrie.train.options import TO_FIT, TO_OVERLAP, Option, settings_for_training
 from valkyrie.units import GIB, decimal_bytes_text, duration_text, gib_text, memory_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -178,8 +178,13 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
     )
     if parts := [f"{what} {memory_text(size)}" for what, size in other_memory if size]:
         console.print(f"not included, per device: {', '.join(parts)}")
-    if settings := " ".join(settings_to_fit(options)):
+    if settings := " ".join(settings_for_training(options, TO_FIT)):
         console.print(f"fits only with compiler options that save memory. Add to the training command: {settings}")
+    if settings := " ".join(settings_for_training(options, TO_OVERLAP)):
+        console.print(
+            "Communication overlaps with compute only with compiler options, because the step nearly fills the memory. "
+            f"Add to the training command: {settings}"
+        )
 
 
 def _show_step(record: Prediction | Measurement, console: Console) -> None:
