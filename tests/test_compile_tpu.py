@@ -113,3 +113,16 @@ def test_more_microbatches_send_no_more_gradients(folder: Path):
             assert record["gradients"]["summed_per"] == ("microbatch" if settings else "step")
     assert sent["mb4-0"] <= 1.02 * sent["mb1-0"], "metrics of each microbatch may be summed"
     assert sent["mb4-1"] > 3 * sent["mb1-0"], "this test could not tell one sum per step from one per microbatch"
+
+
+@pytest.mark.slow
+def test_a_step_that_nearly_fills_the_memory_overlaps_its_communication(folder: Path):
+    width = ("embed=8192", "attention.heads=64", "attention.kv_heads=64", "attention.head_dim=128", "mlp=28672")
+    model = ("model=llama_8b", "model.layers=64", *(f"model.{setting}" for setting in width))
+    layout = ("mesh=1x4x16", "partition=fsdp_tp", "remat=dots", "batch=192", "seq=2048", "precision=bf16_mixed")
+    result = run_train_process(folder, "mode=compile", "target=v5p-128", *model, *layout, "name=nearly_full")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((folder / "runs" / "nearly_full" / "compile.json").read_text())
+    sent = record["communication"]
+    assert sent["exposed_s"] < 0.6 * sent["sending_s"], "without the options all communication is exposed"
+    assert "target.chip.xla_options.xla_latency_hiding_scheduler_rerun=2" in result.stdout
