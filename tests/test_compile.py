@@ -230,14 +230,23 @@ def test_a_slight_misfit_is_compiled_again_with_options_that_save_memory(
         (50, 0.95, 0.8, 0, False),
         (90, 0.50, 0.8, 0, False),
         (90, 0.95, None, 1, False),
+        (90, 0.95, "crash", 1, False),
+        (90, 0.95, "too large", 1, False),
     ],
-    ids=["faster", "slower", "enough memory", "already overlaps", "does not fit"],
+    ids=["faster", "slower", "enough memory", "already overlaps", "does not fit", "crashes", "exceeds usable memory"],
 )
 def test_a_program_that_overlaps_nothing_near_the_limit_is_compiled_with_other_options(
-    peak: int, exposed_s: float, second_s: float | None, compiles: int, is_second: bool
+    peak: int, exposed_s: float, second_s: float | str | None, compiles: int, is_second: bool
 ):
-    def make_program(step_s: float) -> Any:
-        stats = SimpleNamespace(peak_memory_in_bytes=peak)
+    def make_program(step_s: float, peak: int) -> Any:
+        stats = SimpleNamespace(
+            peak_memory_in_bytes=peak,
+            argument_size_in_bytes=peak,
+            output_size_in_bytes=0,
+            alias_size_in_bytes=0,
+            temp_size_in_bytes=0,
+            host_temp_size_in_bytes=0,
+        )
         return SimpleNamespace(step_s=step_s, memory_analysis=lambda: stats)
 
     def fake_replay(program: Any) -> Any:
@@ -248,11 +257,13 @@ def test_a_program_that_overlaps_nothing_near_the_limit_is_compiled_with_other_o
         attempts.append(compiler_options)
         if second_s is None:
             raise RuntimeError("RESOURCE_EXHAUSTED: memory required for HLO temporaries (16G) exceeds available HBM")
-        return make_program(second_s)
+        if second_s == "crash":
+            raise RuntimeError("INTERNAL: Mosaic failed")
+        return make_program(0.8, 110) if isinstance(second_s, str) else make_program(second_s, peak)
 
     attempts: list[dict[str, str]] = []
-    first = make_program(1.0)
-    compiled, options = compile_for_overlap(first, [Option("a", "1", CHIP)], fake_compile, 100, fake_replay)
+    first, platform = make_program(1.0, peak), get_platform("tpu")
+    compiled, options = compile_for_overlap(first, [Option("a", "1", CHIP)], fake_compile, platform, 100, fake_replay)
     assert [set(attempt) for attempt in attempts] == compiles * [{"a", *OVERLAP_OPTIONS}]
     assert (compiled is not first) == is_second
     assert bool(settings_for_training(options)) == is_second, "training needs the same options"

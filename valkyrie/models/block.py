@@ -263,7 +263,8 @@ class Block(ABC):
     def exchanged_halves(self, context: BlockContext) -> list[SavedActivation]:
         """Return the activations whose half-shards are exchanged if the sequence is split.
 
-        Causal attention does this with its queries and its output: each shard computes an early and a late half.
+        Splash attention with a causal mask does this with its queries and its output: each shard computes an early and
+        a late half.
         """
         return []
 

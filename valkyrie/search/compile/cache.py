@@ -87,8 +87,11 @@ def program_key(
     options: Mapping[str, str] | Iterable[tuple[str, str]],
     device_kind: str,
     positions: Iterable[Position],
+    limits: Sequence[float | None] = (),
 ) -> str:
     """Return a digest of the compiler's input.
+
+    `limits` are the limits by which a program compiled with other options may be kept instead.
 
     `stablehlo` is the lowered program with debug information. Names of operations are part of the key, because reports
     read them from the compiled module. Source locations are not, so reports on cached training steps may name old
@@ -97,7 +100,7 @@ def program_key(
     compilers = {name: version for name, version in package_versions().items() if name in _COMPILER_PACKAGES}
     program = digest(_SOURCE_LOCATION_PATTERN.sub("", stablehlo))
     devices = [device_kind, *map(str, positions)]
-    return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])[:32]
+    return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices, limits])[:32]
 
 
 def package_digest(run: Run) -> str:

@@ -202,7 +202,8 @@ def _mixing(
         if activation.name is not None and not activation.product
     ]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
-    neighbours, exchanged_halves = tuple(block.neighbours(context)), tuple(block.exchanged_halves(context))
+    neighbours = tuple(block.neighbours(context))
+    exchanged_halves = tuple(block.exchanged_halves(context)) if platform.attention == "splash" else ()
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
     if named_activations:
