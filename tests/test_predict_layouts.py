@@ -287,11 +287,33 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
     assert not search_result.results
-    assert all(part in str(search_result) for part in ("budget ended", "data=1,model=8", "4 of 4 layouts"))
+    assert all(part in str(search_result) for part in ("2 times the budget", "data=1,model=8", "4 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
-    assert 119 < limits[0] <= 120, "twice the budget for the first compile"
+    assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5
+
+
+@pytest.mark.parametrize(("cached", "first_s", "factor"), [(True, 0.1, 1), (False, 0, 2)])
+def test_the_budget_is_twice_as_long_until_a_program_has_a_step_time(
+    cached: bool, first_s: float, factor: int, monkeypatch: pytest.MonkeyPatch
+):
+    limits: list[float] = []
+
+    def end_first_compile(function: Any, arguments: Any, *more: Any, time_limit_s: float, **settings: Any):
+        limits.append(time_limit_s)
+        predicted = fake_predict(function, (first_s,), *more, **settings)
+        changes: dict[str, Any] = {"compile": CompileTimes(cached=cached)}
+        if len(limits) == 2:
+            changes = {"status": CompileStatus.timeout, "step": None}
+        return replace(predicted, prediction=replace(predicted.prediction, **changes))
+
+    monkeypatch.setattr(programs, "predict_function", end_first_compile)
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
+    assert len(search_result.results) == 1 and len(limits) == 2
+    assert 119 < limits[0] <= 120 and factor * 60 - 1 < limits[1] <= factor * 60
+    assert "longer budget=" in str(search_result), "the same call would compile nothing again"
 
 
 @pytest.mark.parametrize(

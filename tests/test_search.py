@@ -216,7 +216,7 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
     )
 
 
-def test_options_without_which_the_best_layout_does_not_fit_are_in_its_command(
+def test_options_that_the_compile_of_the_best_layout_has_added_are_in_its_command(
     search: Callable[..., FinishedSearch], compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.steps = {
@@ -333,6 +333,29 @@ def test_a_later_compile_stops_at_the_end_of_the_budget(
     request = make_request("mode.budget=100s")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path)
     assert len(compiles.layouts) == 1 and 100 <= clock[0] < 102 and "mode.budget=100s" in compiles.stop_reason
+
+
+@pytest.mark.parametrize(("first_fits", "factor"), [(True, 1), (False, 2)])
+def test_the_budget_is_twice_as_long_until_a_layout_has_a_step_time(
+    first_fits: bool, factor: int, compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("mode.budget=100s")
+    shortlist, clock = make_shortlist(request), [0.0]
+    compiler.does_not_fit = [] if first_fits else [shortlist.fitting[0].group.candidates.partition.name]
+    recorded = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=1)
+    assert (recorded.layouts[0].step_s is not None) == first_fits
+
+    def endless(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        while True:
+            clock[0] += 1.0
+            watch()
+
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compiling, "compile_trial", endless)
+    resumed = CompiledLayouts(recorded.layouts)
+    compile_best(request, shortlist, lambda best: [], tmp_path, 50, resumed, lambda *_: None, lambda *_: None)
+    assert len(resumed.layouts) == 1 and factor * 100 <= clock[0] < factor * 100 + 2
+    assert ("2 times mode.budget=100s" in resumed.stop_reason) != first_fits
 
 
 def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(

@@ -131,6 +131,22 @@ def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.Monk
     assert run is not None and run.config.mode.name == "measure" and run.config.target == request.run.config.target
 
 
+def test_a_measured_step_has_the_options_that_its_compile_has_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    request = parse_request(
+        shared_run("mode=search", "target=v5e-8", "model=gpt_tiny", "batch=16", "mode.measure=1", "mode.compiles=1")
+    )
+    fake_trials, layout = FakeTrials(request), make_shortlist(request).fitting[0]
+    results = TrialResult(step=StepResult(step_s=layout.step_s / 2))
+    trial = plan_compile(request, layout, tmp_path).to_trial(Outcome(Status.ok, None, results), "", 1.0)
+    added = "target.chip.xla_options.xla_overlaps=2"
+    monkeypatch.setattr(measuring, "run_trials", fake_trials)
+    compiled_layouts = CompiledLayouts([CompiledLayout(layout, trial, (added,))])
+    measure_best(request, make_shortlist(request), compiled_layouts, tmp_path, MeasuredTrials(), lambda measured: None)
+    (plan,) = fake_trials.plans
+    assert plan.run is not None and plan.run.config.target.chip is not None
+    assert plan.run.config.target.chip.xla_options["xla_overlaps"] == "2" and added in plan.overrides
+
+
 def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request()
     measures = measure_shortlist(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)

@@ -29,7 +29,7 @@ from valkyrie.search.tune.compiler_options import CompilerOption, all_options, o
 from valkyrie.search.tune.mode import attempt_lines, experiment_yaml, option_gains, training_command
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import TunedRun, Verdict
-from valkyrie.train.options import OPTIONS_KEY, TO_FIT, Option, collect_options
+from valkyrie.train.options import OPTIONS_KEY, TO_FIT, TO_OVERLAP, Option, collect_options
 from valkyrie.units import parse_seconds
 
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
@@ -46,8 +46,8 @@ class OptionCompiler:
     """A fake compiler.
 
     `steps` maps option values to the seconds of a step, or to an outcome without a step. Programs with equal step times
-    are equal. Each compile takes `compile_s` seconds of a simulated clock and is cached. `to_fit` are options that the
-    compiler adds so that a program fits.
+    are equal. Each compile takes `compile_s` seconds of a simulated clock and is cached. `added` are options that the
+    compiler adds with the origin `added_by`.
     """
 
     steps: Callable[[Mapping[str, str | None]], Outcome]
@@ -56,7 +56,8 @@ class OptionCompiler:
     compiled: list[dict[str, str | None]] = field(default_factory=list)
     replays: int = 0
     cache: set[str] = field(default_factory=set)
-    to_fit: dict[str, str] = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)
+    added_by: str = TO_FIT
 
     def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> CompiledRun:
         options = collect_options(run.config.target.chip, {})
@@ -73,7 +74,7 @@ class OptionCompiler:
                 outcome = CompileOutcome(CompileStatus.timeout, f"the compile took longer than {limit_s:g} seconds")
             self.cache.add(str(values))
         if not isinstance(outcome, CompileOutcome):
-            options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items() if name not in values]
+            options += [Option(name, value, self.added_by) for name, value in self.added.items() if name not in values]
             peak = int(outcome * 2**20)
             outcome = fitting_outcome(module_sha256=str(outcome), peak=peak, options=tuple(options))
         return CompiledRun(outcome, Path("cache"), Path("cache"), cached, self.compile_s)
@@ -203,19 +204,22 @@ def test_options_without_effect_are_tried_again_with_the_kept_ones(install_compi
     assert (2, {"xla_m": 1}, "kept") in verdicts(tuned)
 
 
-def test_options_that_a_program_needs_to_fit_are_kept_with_it(install_compiler: Callable[..., OptionCompiler]):
+@pytest.mark.parametrize("origin", [TO_FIT, TO_OVERLAP])
+def test_options_that_a_compile_has_added_are_kept_with_it(
+    origin: str, install_compiler: Callable[..., OptionCompiler]
+):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - (o.get("xla_a") == "true")
 
     compiler = install_compiler(steps)
-    compiler.to_fit = {"xla_saves": "false"}
+    compiler.added, compiler.added_by = {"xla_saves": "false"}, origin
     tuned = tune(compose_run(*LAYOUT), [A])
-    assert (tuned.options, tuned.to_fit) == ({"xla_a": True}, {"xla_saves": "false"})
+    assert (tuned.options, tuned.added) == ({"xla_a": True}, {"xla_saves": "false"})
     chip = tuned.run.config.target.chip
     assert chip is not None and chip.xla_options["xla_saves"] == "false"
     assert f"{OPTIONS_KEY}.xla_saves=false" in training_command(tuned)
     assert "      xla_saves: false\n" in experiment_yaml(tuned)
-    assert "fits only with xla_saves=false" in experiment_yaml(tuned)
+    assert "added xla_saves=false" in experiment_yaml(tuned)
 
 
 def test_gains_below_the_resolution_of_the_replay_are_ignored(install_compiler: Callable[..., OptionCompiler]):
@@ -307,13 +311,13 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
     assert [line for line in option_gains(tuned) if line.startswith("model.s5.scan=blocked: ") and "(-20.0%)" in line]
 
 
-def test_options_needed_to_fit_are_kept_with_another_implementation(install_compiler: Callable[..., OptionCompiler]):
+def test_added_options_are_kept_with_another_implementation(install_compiler: Callable[..., OptionCompiler]):
     compiler = install_compiler(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
-    compiler.to_fit = {"xla_saves": "false"}
+    compiler.added = {"xla_saves": "false"}
     tuned = tune(shared_run("mode=tune", *LAYOUT))
-    assert (tuned.model, tuned.to_fit) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
+    assert (tuned.model, tuned.added) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
     assert tuned.overrides == ["model.s5.scan=blocked", f"{OPTIONS_KEY}.xla_saves=false"]
-    assert "fits only with xla_saves=false" in experiment_yaml(tuned)
+    assert "added xla_saves=false" in experiment_yaml(tuned)
     assert not any("xla_saves" in values for values in compiler.compiled), "each finds out for itself whether it fits"
 
 

@@ -42,8 +42,9 @@ Also that of `mode=compile` if the program does not fit or the compile fails or 
 because it reports a result and not an error.
 """
 
-FIRST_COMPILE_FACTOR = 2.0
-"""The first compile of a search may take up to this multiple of its budget, because a stopped compile has no result.
+FIRST_RESULT_FACTOR = 2.0
+"""Until a layout has a step time, a search may take up to this multiple of its budget.
 
-If it were stopped at the end of the budget, repeating the search would never compile anything.
+A stopped compile has no result. If the first were stopped at the end of the budget, repeating the search would never
+compile anything.
 """

@@ -21,7 +21,7 @@ from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
-from valkyrie.search import FIRST_COMPILE_FACTOR
+from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
@@ -72,12 +72,12 @@ policy: 1.1 excludes 326 of 350 layouts that do not fit and 29 of 1,930 that do;
 class CompiledLayout:
     """A layout with its estimate and the record of its compile.
 
-    `memory_options` are overrides of compiler options without which it does not fit.
+    `added_options` are overrides of compiler options that the compile has added so that the step fits or overlaps.
     """
 
     estimate: EstimatedLayout
     trial: Trial
-    memory_options: tuple[str, ...] = ()
+    added_options: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -108,6 +108,14 @@ class CompiledLayouts:
     layouts: list[CompiledLayout] = field(default_factory=list)
     stop_reason: str = ""
     is_refused: bool = False
+
+    @property
+    def budget_factor(self) -> float:
+        """Multiple of the budget that compiling may take: `FIRST_RESULT_FACTOR` until a layout has a step time, else 1.
+
+        Layouts that earlier searches compiled count.
+        """
+        return 1.0 if any(layout.step_s is not None for layout in self.layouts) else FIRST_RESULT_FACTOR
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
         """Return the layout that fits and has the lowest `SearchRequest.cost`, or None if none fits."""
@@ -222,10 +230,10 @@ def compile_best(
     The next layout is the one with the lowest cost by its corrected estimate. Each kind and number of chips gets a
     compile first. Then, except for baselines, no mesh and partition is repeated before `MIN_DISTINCT` are compiled.
 
-    Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
-    running when the budget ends (the first: `FIRST_COMPILE_FACTOR` times the budget) is stopped. After Ctrl-C
-    (KeyboardInterrupt), `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an
-    environment variable makes every compile fail.
+    Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
+    longest so far. A compile that is running when the budget ends is stopped. After Ctrl-C (KeyboardInterrupt),
+    `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an environment variable
+    makes every compile fail.
 
     Args:
         request: The search.
@@ -244,9 +252,12 @@ def compile_best(
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
     stage_start, longest_s = time.monotonic(), 0.0
 
+    def exceeds_budget(more_s: float) -> bool:
+        limit_s = math.inf if request.budget_s is None else compiled_layouts.budget_factor * request.budget_s
+        return time.monotonic() - stage_start + more_s > limit_s
+
     def watch(layout: EstimatedLayout, start: float) -> None:
-        factor = 1.0 if longest_s else FIRST_COMPILE_FACTOR
-        if request.budget_s is not None and time.monotonic() - stage_start > factor * request.budget_s:
+        if exceeds_budget(0.0):
             raise BudgetExceeded
         on_wait(layout, time.monotonic() - start, longest_s)
 
@@ -264,8 +275,8 @@ def compile_best(
             not untried_baselines and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0)
         ):
             compiled_layouts.stop_reason = "no other layout is likely to be faster, judging by the errors of estimates"
-        elif request.budget_s is not None and time.monotonic() - stage_start + longest_s > request.budget_s:
-            compiled_layouts.stop_reason = f"another compile would exceed mode.budget={request.mode.budget}"
+        elif exceeds_budget(longest_s):
+            compiled_layouts.stop_reason = f"another compile would exceed {_describe_budget(request, compiled_layouts)}"
         elif len(compiled_layouts.layouts) >= max_compiles:
             compiled_layouts.stop_reason = f"mode.compiles={max_compiles} is reached"
         if layout is None or compiled_layouts.stop_reason:
@@ -275,9 +286,8 @@ def compile_best(
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except BudgetExceeded:
-            limit = "at the end of" if longest_s else f"after {FIRST_COMPILE_FACTOR:g} times"
             stopped = f"the compile of {' '.join(layout.candidate.overrides)} was stopped"
-            compiled_layouts.stop_reason = f"{stopped} {limit} mode.budget={request.mode.budget}"
+            compiled_layouts.stop_reason = f"{stopped} after {_describe_budget(request, compiled_layouts)}"
             return
         if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
@@ -335,14 +345,21 @@ def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) 
     return plan_layout(folder, request, make_compile_run(request, layout), layout)
 
 
-def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
+def plan_layout(
+    folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout, added_options: Sequence[str] = ()
+) -> TrialPlan:
     """Plan the trial that compiles or measures `layout`, depending on the mode of `run`.
 
-    `folder` is the folder of the search, and `run` has the layout.
+    `folder` is the folder of the search, and `run` has the layout and the `added_options`.
     """
     flags, overrides = split_flags(request.arguments)
-    overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
+    overrides = [*overrides, *added_options, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
+
+
+def _describe_budget(request: SearchRequest, compiled_layouts: CompiledLayouts) -> str:
+    factor = compiled_layouts.budget_factor
+    return f"{'' if factor == 1.0 else f'{factor:g} times '}mode.budget={request.mode.budget}"
 
 
 def _settings_for_training(trial_folder: Path) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from valkyrie.config.modes import settings_for
 from valkyrie.modes.measure import Config as MeasureMode
+from valkyrie.runs.folder import split_override
 from valkyrie.search.answer import make_answer_row
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, Stage
 from valkyrie.search.compiling import CompiledLayouts, plan_layout
@@ -18,8 +19,10 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.local_devices import needs_cpu_figures
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, mesh_partition
+from valkyrie.search.tune.tune import with_settings
 from valkyrie.sweep.run import run_trials
 from valkyrie.sweep.trial import Status, Trial
+from valkyrie.train.options import OPTIONS_KEY
 from valkyrie.units import duration_text
 
 
@@ -125,7 +128,8 @@ def measure_best(
             return
         layout, expected_s = _pick_next(pending_layouts, measured_trials, max_measurements)
         pending_layouts = [pair for pair in pending_layouts if pair[0] is not layout]
-        trial = run_measurement(request, layout, folder)
+        compiled = compiled_layouts.get(layout.candidate)
+        trial = run_measurement(request, layout, folder, () if compiled is None else compiled.added_options)
         measured_trials.trials.append(MeasuredTrial(layout, expected_s, trial))
         on_result(measured_trials.trials[-1])
         if trial.status is Status.refused:
@@ -145,12 +149,20 @@ def predict_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) 
     return sorted(pairs, key=lambda pair: pair[0].per_sequence(pair[1]))
 
 
-def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> Trial:
-    """Return the trial that measures a layout. Runs it unless an earlier search already has."""
+def run_measurement(
+    request: SearchRequest, layout: EstimatedLayout, folder: Path, added_options: Sequence[str] = ()
+) -> Trial:
+    """Return the trial that measures a layout. Runs it unless an earlier search already has.
+
+    `added_options` are those of its compile (see `CompiledLayout`).
+    """
     run = layout.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
     if needs_cpu_figures(request.run.config.target):
         run = run.changed(target=request.run.config.target)
-    plan = plan_layout(folder, request, run, layout)
+    if added_options:
+        options = {key.removeprefix(f"{OPTIONS_KEY}."): value for key, value in map(split_override, added_options)}
+        run = with_settings(run, options, {})
+    plan = plan_layout(folder, request, run, layout, added_options)
     return run_trials([plan], 1)[plan.key]
 
 

@@ -19,7 +19,7 @@ from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
-from valkyrie.search import FIRST_COMPILE_FACTOR, NO_STEP_TIME
+from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
@@ -187,7 +187,7 @@ def _winner_options(
     compiled_layouts: CompiledLayouts,
     console: Console,
 ) -> list[str]:
-    """Return the compiler options for the winner: those tuned for it, or else those that make it fit.
+    """Return the compiler options for the winner: those tuned for it, or else those that its compile has added.
 
     `best` is the layout for which options were tuned.
     """
@@ -200,7 +200,7 @@ def _winner_options(
         )
         console.print(message, style="yellow", soft_wrap=True)
     compiled = compiled_layouts.get(winner)
-    return [] if compiled is None else list(compiled.memory_options)
+    return [] if compiled is None else list(compiled.added_options)
 
 
 def _report_no_fit(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
@@ -234,9 +234,9 @@ def _compile(
         return 0
     budget, stop_condition = request.mode.budget, "on Ctrl-C"
     if budget is not None:
-        stop_condition = (
-            f"after mode.budget={budget} ({FIRST_COMPILE_FACTOR:g} times that for the first compile), or on Ctrl-C"
-        )
+        factor = compiled_layouts.budget_factor
+        longer = "" if factor == 1.0 else f" ({factor:g} times that until a layout has a step time)"
+        stop_condition = f"after mode.budget={budget}{longer}, or on Ctrl-C"
     console.print(
         f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
     )
@@ -269,7 +269,7 @@ def _compile(
     def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
         limit_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
         if not longest_s and request.budget_s is not None:
-            limit_text = f" of at most {FIRST_COMPILE_FACTOR * request.budget_s:.0f} s"
+            limit_text = f" of at most {compiled_layouts.budget_factor * request.budget_s:.0f} s"
         text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{limit_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"

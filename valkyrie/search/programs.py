@@ -17,7 +17,7 @@ from valkyrie.foreign_errors import first_lines, is_compile_only
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import describe_value, require_type
 from valkyrie.runs.folder import package_versions
-from valkyrie.search import FIRST_COMPILE_FACTOR
+from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.compile.predict import (
     PredictedProgram,
     ProgramWork,
@@ -296,9 +296,9 @@ class ProgramSearch:
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds, or None.
         budget_s: Time limit of the search in seconds, or None. The search does not start a compile that would likely
-            exceed the limit, judging by the longest so far, and stops a compile that exceeds it. The first compile that
-            is not cached may end up to `FIRST_COMPILE_FACTOR` times the limit after the start of the search. The search
-            does not stop `build`, the lowering, or a compile in this process (see `predict_function`).
+            exceed the limit, judging by the longest so far, and stops a compile that exceeds it. Until a layout has a
+            step time, cached or new, the limit is `FIRST_RESULT_FACTOR` times as long. The search does not stop
+            `build`, the lowering, or a compile in this process (see `predict_function`).
         note: Why the search ended before all programs were compiled, or empty if all were.
     """
 
@@ -320,14 +320,18 @@ class ProgramSearch:
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
         """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends."""
         pairs = self._pairs()
-        search_start, longest_s = time.monotonic(), 0.0
+        search_start, longest_s, has_step = time.monotonic(), 0.0, False
         for index, (axes, rule) in enumerate(pairs):
             name = layout_name(axes, rule)
-            remaining_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - search_start)
-            if not longest_s and self.budget_s is not None:
-                remaining_s += (FIRST_COMPILE_FACTOR - 1) * self.budget_s
+            factor = 1.0 if has_step else FIRST_RESULT_FACTOR
+            limit = "the budget" if has_step else f"{factor:g} times the budget"
+            remaining = self._describe_remaining(pairs, index)
+            if not (has_step and longest_s):  # the same call would end with the same compile
+                remaining += " with a longer budget="
+            budget_s = math.inf if self.budget_s is None else factor * self.budget_s
+            remaining_s = budget_s - (time.monotonic() - search_start)
             if remaining_s < longest_s:
-                self.note = f"another compile would likely exceed the budget; {self._describe_remaining(pairs, index)}"
+                self.note = f"another compile would likely exceed {limit}; {remaining}"
                 return
             limit_s = min(remaining_s, self.time_limit_s or math.inf)
             start = time.monotonic()
@@ -340,10 +344,9 @@ class ProgramSearch:
             )
             status, compile_times = predicted.prediction.status, predicted.prediction.compile
             if status is CompileStatus.timeout and limit_s == remaining_s:
-                self.note = f"the budget ended during the compile of {name}; {self._describe_remaining(pairs, index)}"
-                if not longest_s:  # the same call would end with the same compile
-                    self.note += " with a longer budget="
+                self.note = f"the compile of {name} was stopped after {limit}; {remaining}"
                 return
+            has_step = has_step or status is CompileStatus.ok
             if not compile_times.cached:
                 longest_s = max(longest_s, time.monotonic() - start)
             yield name, predicted

@@ -193,8 +193,8 @@ def experiment_yaml(tuned_run: TunedRun) -> str:
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {installed_version('libtpu')}).",
     ]
     lines += [f"# {line}" for line in option_gains(tuned_run)]
-    if tuned_run.to_fit:
-        lines.append(f"# The program fits only with {', '.join(format_options(tuned_run.to_fit))}.")
+    if tuned_run.added:
+        lines.append(f"# The compile has added {', '.join(format_options(tuned_run.added))} to fit or to overlap.")
     for key, value in tuned_run.model.items():
         *path, name = key.split(".")
         lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)] + [f"{'  ' * len(path)}{name}: {value}"]

@@ -23,7 +23,7 @@ from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, OptionValues, options_for
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict, format_options
-from valkyrie.train.options import CHIP, TO_FIT, USER, option_text
+from valkyrie.train.options import CHIP, TO_FIT, TO_OVERLAP, USER, option_text
 from valkyrie.trees import with_value
 from valkyrie.units import gib_text
 
@@ -307,15 +307,16 @@ class _Tuner:
         self._report(self.tuned_run)
 
     def _set_best(self, options: OptionValues, model: dict[str, Enum], program: _Program) -> None:
-        """Make these settings the best so far, including the options that the program needs to fit."""
+        """Make these settings the best so far, including the options that its compile has added."""
         assert program.step_s is not None
-        self._best_model, self._best_digest, to_fit = model, program.step.module_sha256, program.options(TO_FIT)
+        self._best_model, self._best_digest = model, program.step.module_sha256
+        added = program.options(TO_FIT, TO_OVERLAP)
         self.tuned_run = replace(
             self.tuned_run,
-            run=with_settings(self._run, options | to_fit, model),
+            run=with_settings(self._run, options | added, model),
             step_s=program.step_s,
             options=options,
-            to_fit=to_fit,
+            added=added,
             model={key: str(value.value) for key, value in model.items()},
         )
 

@@ -64,7 +64,8 @@ class TuneResult:
         step_s: Seconds per step with the best settings.
         options: Compiler options to set in addition to the run's.
         attempts: All attempts, in order.
-        to_fit: Options that the program needs to fit. `mode=compile` adds them itself, training does not.
+        added: Options that the compile has added so that the step fits or overlaps. `mode=compile` adds them itself,
+            training does not.
         set_by_user: Options that the user has set, which are not varied.
         model: Implementations of the model's blocks to set, such as `model.s5.scan`: `blocked`.
         finished: Whether everything was tried.
@@ -74,15 +75,15 @@ class TuneResult:
     step_s: float
     options: OptionValues
     attempts: tuple[Attempt, ...]
-    to_fit: OptionValues = field(default_factory=dict)
+    added: OptionValues = field(default_factory=dict)
     set_by_user: OptionValues = field(default_factory=dict)
     model: dict[str, str] = field(default_factory=dict)
     finished: bool = False
 
     @property
     def settings(self) -> OptionValues:
-        """Compiler options to set for training, including those that the program needs to fit."""
-        return self.options | self.to_fit
+        """Compiler options to set for training, including those that the compile has added."""
+        return self.options | self.added
 
     @property
     def overrides(self) -> list[str]:
