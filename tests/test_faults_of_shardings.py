@@ -31,7 +31,7 @@ from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
-from valkyrie.search.compile.fault_texts import MAX_LINES, join_lines
+from valkyrie.search.compile.fault_texts import MAX_LINES, constraint_remedy, describe_replication, join_lines
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import MemoryReport
@@ -321,6 +321,78 @@ def with_waits(program: PartitionedProgram) -> PartitionedProgram:
     assert program.module is not None
     uses = [replace(use, exposed_s=1.0) for use in collective_uses(program.module, dict(program.mesh_axes))]
     return replace(program, replay=Replay(float(len(uses)), [], 0.0, 0.0, uses, [], [], []))
+
+
+def classifier_gradient(mesh: Mesh, w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    y = with_sharding_constraint(y, NamedSharding(mesh, PartitionSpec()))  # of labels
+    x = with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))  # of inputs
+    return x.T @ (jax.nn.softmax(x @ w) - jax.nn.one_hot(y.astype(jnp.int32), MLP))
+
+
+def regression_gradient(mesh: Mesh, w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    x = with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))  # of inputs
+    error = with_sharding_constraint(x @ w - y[:, None], NamedSharding(mesh, PartitionSpec()))  # of both
+    return x.T @ error
+
+
+@pytest.mark.parametrize(
+    ("step", "constraints"),
+    [
+        (classifier_gradient, {"x": {"inputs"}, "y": {"labels"}}),
+        (regression_gradient, {"x": {"inputs", "both"}, "y": {"both"}}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_constraint_is_blamed_only_for_the_batch_arguments_that_it_replicates(
+    step: Any, constraints: dict[str, set[str]]
+) -> None:
+    mesh = cpu_mesh(data=8)
+    arguments = (
+        struct(mesh, (EMBED, MLP), PartitionSpec()),
+        struct(mesh, (BATCH, EMBED), DATA),
+        struct(mesh, (BATCH,), DATA),
+    )
+    program = with_waits(compile_program(mesh, jax.jit(partial(step, mesh)), arguments))
+    instructions = [i for c in program.unpartitioned.module.computations for i in c.instructions]
+    dimensions = {d for i in instructions for d in program.unpartitioned.batch_dimensions(i).values()}
+    found = {}
+    for dimension in dimensions:
+        replications = program.unpartitioned.find_replications(dimension, {i.source for i in instructions})
+        found[dimension.argument] = {line_of(i.source).split()[-1] for i in replications}
+        remedies = [constraint_remedy(program, dimension, [replication]) for replication in replications]
+        assert all("(PartitionSpec('data'))" in remedy for remedy in remedies)
+    assert found == constraints
+    assert find_faults(program)
+
+
+def line_of(source: str) -> str:
+    file, _, line = source.rpartition(":")
+    return linecache.getline(file, int(line))
+
+
+def test_gathers_without_a_line_are_not_counted_for_a_constraint_on_an_argument() -> None:
+    mesh = cpu_mesh(data=8)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+        return x @ w
+
+    arguments = struct(mesh, (EMBED, MLP), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
+    program = with_waits(compile_program(mesh, jax.jit(step), arguments))
+    fault, replay = faults_by_code(program)[FaultCode.whole_batch], program.replay
+    assert replay is not None and fault.seconds
+    weights = replace(next(use for use in replay.collectives if use.kind == "all-gather"), source="")
+    program = replace(program, replay=replace(replay, collectives=[*replay.collectives, weights]))
+    assert faults_by_code(program)[FaultCode.whole_batch].seconds == fault.seconds
+
+
+def test_a_constraint_without_a_line_is_described() -> None:
+    mesh = cpu_mesh(data=8)
+    program = compile_program(mesh, *constrained_model(mesh, PartitionSpec()))
+    batch = program.unpartitioned.module.entry.parameters[2]  # stands for a constraint: arguments have no line
+    (dimension,) = program.unpartitioned.batch_dimensions(batch).values()
+    assert "unknown line" in describe_replication([batch])
+    assert "unknown line" in constraint_remedy(program, dimension, [batch])
 
 
 def gathers_the_batch(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ are those that mesh axes split. Those of weights are dropped (see `_Tracer`).
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,10 @@ class UnpartitionedProgram:
         self.arguments = read_arguments(module)
         tracer = _Tracer(module, self.arguments)
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
-        self._replications = {number: constraint for (constraint, _), number in tracer.replications.items()}
+        self._replications = {
+            number: (constraint, {self._dimensions.get(candidate) for candidate in tracer.replicated[number]})
+            for (constraint, _), number in tracer.replications.items()
+        }
 
     @classmethod
     def from_lowered(cls, lowered: jax.stages.Lowered) -> UnpartitionedProgram:
@@ -97,22 +100,31 @@ class UnpartitionedProgram:
             if (numbers := sorted(mark & self._dimensions.keys()))
         }
 
+    def find_positions(self, array: Instruction, dimension: BatchDimension) -> list[int]:
+        """Return the dimensions of an array that come from a batch dimension, and possibly from others as well."""
+        return [
+            position
+            for position, mark in enumerate(self._array_marks(array))
+            if any(self._dimensions.get(number) == dimension for number in mark)
+        ]
+
     def find_replications(self, dimension: BatchDimension, lines: Collection[str]) -> list[Instruction]:
         """Return the sharding constraints that replicate a batch dimension of arrays in these source lines.
 
         These are the constraints through which operands of the lines come, and constraints on results of the lines. A
         constraint replicates the dimension if it splits no dimension over its mesh axes.
         """
-        constraints = set(self._replications.values())
+        replications = {n: i for n, (i, replicated) in self._replications.items() if dimension in replicated}
+        constraints = set(replications.values())
         numbers = set[int]()
         for instruction in (i for c in self.module.computations for i in c.instructions if constraints):
             arrays = list(instruction.operands) if instruction.source in lines else []
             if instruction in constraints and instruction.operands[0].source in lines:
                 arrays.append(instruction)
-            for mark in (mark for array in arrays for mark in self._array_marks(array)):
-                if any(self._dimensions.get(number) == dimension for number in mark):
-                    numbers |= {number for number in mark if number < 0}
-        return [self._replications[number] for number in sorted(numbers, reverse=True)]
+            numbers |= replications.keys() & frozenset().union(
+                *(m for array in arrays for m in self._array_marks(array))
+            )
+        return [replications[number] for number in sorted(numbers, reverse=True)]
 
     def _array_marks(self, array: Instruction) -> Marks:
         """Return the marks of an array; () for a tuple and for an array without any."""
@@ -167,6 +179,7 @@ class _Tracer:
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
         self.marks: dict[Instruction, Any] = {}
         self.replications: dict[tuple[Instruction, int], int] = {}  # numbers of constraints and their dimensions
+        self.replicated: dict[int, set[int]] = defaultdict(set)  # candidates that each replication replicates
         self._candidates: list[BatchDimension] = []
         self._contracted_candidates: set[int] = set()
         self._batch_instructions: set[Instruction] = set()
@@ -261,7 +274,9 @@ class _Tracer:
                 new_marks[dimension] = frozenset(number for number in mark if number >= 0)
             elif batch_axes and axes and not is_open[dimension]:
                 key = instruction, dimension
-                new_marks[dimension] = mark | {self.replications.setdefault(key, -1 - len(self.replications))}
+                number = self.replications.setdefault(key, -1 - len(self.replications))
+                self.replicated[number] |= {candidate for candidate in mark if candidate >= 0}
+                new_marks[dimension] = mark | {number}
         return tuple(new_marks) if any(new_marks) else None
 
     def _loop_marks(self, loop: Instruction, carry: Any) -> Any:

@@ -17,7 +17,7 @@ MAX_LINES = 5
 
 def batch_spec(program: PartitionedProgram, dimension: BatchDimension, array: Instruction) -> str:
     """Return the `PartitionSpec` that splits a batch dimension of an array, as code."""
-    position = next(d for d, batch in program.unpartitioned.batch_dimensions(array).items() if batch == dimension)
+    position = program.unpartitioned.find_positions(array, dimension)[0]
     names = [repr(axis) for axis in dimension.mesh_axes]
     split = names[0] if len(names) == 1 else f"({', '.join(names)})"
     return f"PartitionSpec({', '.join(['None'] * position + [split])})"
@@ -25,7 +25,7 @@ def batch_spec(program: PartitionedProgram, dimension: BatchDimension, array: In
 
 def describe_replication(constraints: Sequence[Instruction]) -> str:
     """Return a clause that names the source lines of sharding constraints that replicate a batch."""
-    sources = list(dict.fromkeys(short_source(constraint.source) for constraint in constraints))
+    sources = list(dict.fromkeys(constraint.source for constraint in constraints))
     return f"with_sharding_constraint in {join_lines(sources)} replicate{'s' * (len(sources) == 1)} it"
 
 
@@ -35,7 +35,7 @@ def constraint_remedy(
     """Return how to change the first of the constraints that replicate a batch dimension."""
     first = constraints[0]
     spec = batch_spec(program, dimension, first)
-    return f"Split the batch in {short_source(first.source)} ({spec}), or remove the constraint."
+    return f"Split the batch in {format_line(first.source)} ({spec}), or remove the constraint."
 
 
 def format_axes(program: PartitionedProgram, mesh_axes: Iterable[str]) -> str:
@@ -43,16 +43,21 @@ def format_axes(program: PartitionedProgram, mesh_axes: Iterable[str]) -> str:
     return ",".join(f"{axis}={program.mesh_axes.get(axis, 1)}" for axis in mesh_axes)
 
 
+def format_line(line: str) -> str:
+    """Return a source line with a short path, or `an unknown line` if it is empty."""
+    return short_source(line) or "an unknown line"
+
+
 def list_lines(program: PartitionedProgram, lines: Iterable[str]) -> str:
     """List source lines, the slowest first, as `join_lines` does."""
     ordered = sorted(
         lines, key=lambda line: (-program.sum_seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
     )
-    return join_lines([short_source(line) or "an unknown line" for line in ordered])
+    return join_lines(ordered)
 
 
 def join_lines(lines: Sequence[str]) -> str:
-    """Join up to `MAX_LINES` source lines, and the number of remaining ones."""
+    """Join up to `MAX_LINES` source lines, as `format_line` writes them, and the number of remaining ones."""
     more = len(lines) - MAX_LINES
-    shown = [*lines[:MAX_LINES], *([count_text(more, "more line")] if more > 0 else [])]
+    shown = [*map(format_line, lines[:MAX_LINES]), *([count_text(more, "more line")] if more > 0 else [])]
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -25,10 +25,11 @@ from valkyrie.search.compile.fault_texts import (
     constraint_remedy,
     describe_replication,
     format_axes,
+    format_line,
     list_lines,
 )
 from valkyrie.search.compile.partitioned import PartitionedProgram
-from valkyrie.search.compile.prediction import short_cause, short_source
+from valkyrie.search.compile.prediction import short_cause
 from valkyrie.units import decimal_bytes_text, duration_text, gib_text, percent_text
 
 MIN_SHARE = 0.05
@@ -96,7 +97,8 @@ def _origin(instruction: Instruction) -> _Origin:
 def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[str]]:
     """Find products for which each device computes the whole batch, although the batch argument is split.
 
-    Returns the faults, one per batch dimension, and the source lines of these products.
+    Returns the faults and the source lines of these products. A batch dimension has up to two faults: one for the lines
+    where sharding constraints replicate it, and one for the others.
     """
     whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
@@ -162,7 +164,8 @@ def _whole_batch_seconds(
     wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
     other_wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=[*program.mesh_axes]) - wait_s
     smaller_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) + other_wait_s
-    gather_lines = {i.source for constraint in constraints for i in (constraint, constraint.operands[0])} - lines
+    gather_lines = {i.source for constraint in constraints for i in (constraint, constraint.operands[0])}
+    gather_lines -= {*lines, ""}  # program arguments have no line
     wait_s += _sum_collectives(program, "all-gather", gather_lines).exposed_s
     return wait_s + smaller_s * saved_share + _repeated_seconds(program, lines)
 
@@ -196,7 +199,7 @@ def _whole_batch_fault(
         first,
     )
     remedy = (
-        f"Constrain the activations before {short_source(_origin(first).source)} ({short_cause(first.op_name)}): "
+        f"Constrain the activations before {format_line(_origin(first).source)} ({short_cause(first.op_name)}): "
         f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, {batch_spec(program, dimension, operand)}))."
     )
     if not any(
