@@ -57,7 +57,7 @@ class Argument:
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """Mesh axes that split each dimension, including axes of which only a part does."""
+        """Mesh axes that split each dimension. Includes a mesh axis if only some of its devices split the dimension."""
         return tuple(tuple(axis for axis, _ in parts) for parts in self.axis_parts)
 
 

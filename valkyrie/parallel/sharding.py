@@ -40,6 +40,7 @@ class MeshShard:
         self.mesh = mesh
         self.backend = backend
         self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
+        self._can_check_vma = True
         self._uses_all_to_all = (
             gradient_sum if configured is GradientSum.auto else configured
         ) is GradientSum.all_to_all
@@ -168,7 +169,8 @@ class MeshShard:
             f: The function.
             in_axes: Logical axes of each argument, or None for a replicated one.
             out_axes: Logical axes of the result, or a list with those of each result.
-            check_vma: Argument of `jax.shard_map`, or None for True on all platforms except TPUs.
+            check_vma: Argument of `jax.shard_map`, or None for True on all platforms except TPUs. Always False in a
+                `BatchShard`.
         """
         activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
@@ -177,9 +179,10 @@ class MeshShard:
             if isinstance(out_axes, list)
             else to_spec(activation(out_axes))
         )
-        if check_vma is None:
+        if check_vma is None or not self._can_check_vma:
             # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
-            check_vma = not get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
+            runs_pallas_tpu = get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
+            check_vma = self._can_check_vma and not runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
             f,
@@ -202,6 +205,9 @@ class BatchShard(MeshShard):
         """`shard` is the `Shard` of the whole batch."""
         self._stored_layout, self.axes = shard.layout, shard.activation_mesh_axes(BATCH)
         super().__init__(shard.layout.batch_shard_layout, shard.mesh, shard.backend)
+        # The check refuses constants of the function under `vmap` (JAX 0.10.2). Without it, gradients of replicated
+        # arguments are summed over the mesh axes that do not split the batch.
+        self._can_check_vma = False
         # TODO: sums over the sequence could use the all-to-all of `compute_gradient`, which is untested under `vmap`.
         self._uses_all_to_all = False
 
@@ -215,20 +221,6 @@ class BatchShard(MeshShard):
 
         constrain.defvjp(lambda x: (constrain(x), None), lambda _, g: (self._shard_gradient(g, *axes),))
         return constrain(x)
-
-    def map(
-        self,
-        f: Callable[..., Any],
-        in_axes: Sequence[CombinedAxes | None],
-        out_axes: Any,
-        *,
-        check_vma: bool | None = None,
-    ) -> Callable[..., Any]:
-        """Like `MeshShard.map`, but always without the check: it refuses constants of `f` under `vmap` (JAX 0.10.2).
-
-        JAX then sums gradients of replicated arguments over the mesh axes that do not split the batch.
-        """
-        return super().map(f, in_axes, out_axes, check_vma=False)
 
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 MAX_EXCESS = 1.1
 """Maximum ratio of needed to available memory for which a program is compiled again with options that save memory."""
 NEARLY_FULL = 0.85
-"""Minimum share of the usable memory from which `compile_for_overlap` looks at a program."""
+"""`compile_for_overlap` considers programs that need at least this share of the usable memory."""
 NEGLIGIBLE_OVERLAP, MIN_EXPOSED = 0.1, 0.05
 """A program is compiled again for overlap if at most this share of communication overlaps, and if it waits for at least
 this share of the step."""
