@@ -57,7 +57,7 @@ class Argument:
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """Mesh axes that split each dimension. Includes a mesh axis if only some of its devices split the dimension."""
+        """Mesh axes that split each dimension, also if only a factor of a mesh axis does."""
         return tuple(tuple(axis for axis, _ in parts) for parts in self.axis_parts)
 
 
