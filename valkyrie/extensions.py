@@ -172,7 +172,9 @@ class Families:
             raise ValueError(f"{self.key}={name}: {error}") from error
         except (Exception, SystemExit) as error:
             spec = find_spec(name)
-            if isinstance(error, SyntaxError) and spec and b"\0" in Path(spec.origin or os.devnull).read_bytes():
+            # ValueError: Python before 3.11.4
+            is_unreadable = isinstance(error, SyntaxError | ValueError)
+            if is_unreadable and spec and b"\0" in Path(spec.origin or os.devnull).read_bytes():
                 raise ValueError(
                     f"{self.key}={name} cannot be imported: {spec.origin} is UTF-16 or binary, not UTF-8. Save it as "
                     "UTF-8."
