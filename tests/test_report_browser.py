@@ -117,8 +117,8 @@ def test_two_layouts_are_shown_side_by_side(opened: BrowserPage):
     options = page.locator("#one option").all_inner_texts()
     assert len(options) == 3, "those that were predicted"
     assert page.locator("#why li").first.inner_text().startswith("A is ")
-    sums = [row.inner_text().split("\t") for row in page.locator("#sides tr", has_text="all").all()]
-    assert sums[0][0] == "all" and len(sums[0]) == 4
+    sums = [row.inner_text().split("\t") for row in page.locator("#sides tr", has_text="total").all()]
+    assert sums[0][0] == "total" and len(sums[0]) == 4
     page.select_option("#one", page.input_value("#other"))
     assert page.locator("#why").inner_text().endswith("the same layout.")
 
@@ -141,10 +141,10 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
         tokens = page.evaluate(
             f"JSON.parse(document.getElementById('data').textContent).pairs.quantities[{first}].tokens"
         )
-        assert f"for {tokens:,} tokens" in reasons[-1]
-    assert "512 B." in reasons[0] and "9 MB" in reasons[1]
+        assert f"scaled to the {tokens:,} tokens of A" in reasons[-1]
+    assert "512 B under A." in reasons[0] and "9 MB" in reasons[1]
     page.select_option("#other", "2")
-    assert "layers=4" in page.locator("#why").inner_text() and "are compared." in page.locator("#why").inner_text()
+    assert "layers=4" in page.locator("#why").inner_text() and "can be compared." in page.locator("#why").inner_text()
     assert page.locator("#sides").is_hidden()
     page.close()
 
