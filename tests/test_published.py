@@ -208,13 +208,26 @@ def test_a_replay_is_corrected_by_families_on_its_chip_and_by_slices():
 def test_error_intervals_are_cross_validated_over_families():
     bounds = published_interval(PUBLISHED_RUNS, "v4", 1.0)
     assert bounds is not None and (bounds.rows, bounds.models, bounds.chip) == (4, 2, "v4")
-    assert (bounds.low, bounds.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
+    worst = 1.2 * 1.05**2 / 1.1
+    assert (bounds.low, bounds.high) == (pytest.approx(1 / worst), pytest.approx(worst)), "either direction"
     other_chip = published_interval(PUBLISHED_RUNS, "v6e", 1.0)
-    assert other_chip is not None and (other_chip.rows, other_chip.chip) == (4, None), "v6e's have no other recipe"
+    assert other_chip is not None and (other_chip.rows, other_chip.chip) == (6, None), "v6e's have no other recipe"
+    assert other_chip.high == pytest.approx(worst)
+    uncorrected = [*PUBLISHED_RUNS, published_run("e", "v6e", 0.7, family="c")]
+    wide = published_interval(uncorrected, "v6e", 1.0)
+    assert wide is not None and (wide.low, wide.high) == (pytest.approx(0.7), pytest.approx(1 / 0.7)), (
+        "as wide as the errors of its own runs without a factor for the chip"
+    )
     assert published_interval(PUBLISHED_RUNS[1:], "v4", 1.0) is None
     new_chip = published_interval(PUBLISHED_RUNS, "v5e", 1.0)
     assert new_chip is not None and new_chip.is_new and new_chip.chip is None
     assert new_chip.high == pytest.approx(1.2) and new_chip.low == pytest.approx(1 / 1.2), "either direction"
+
+
+def test_most_published_runs_of_each_chip_are_within_the_interval_of_the_other_recipes(predict: ModuleType):
+    coverage = sys.modules["tables"].interval_coverage(published_runs())
+    assert {chip for chip, _, _ in coverage} == {run.chip for run in published_runs()}
+    assert all(inside >= 0.8 * count for _, inside, count in coverage), coverage
 
 
 def test_only_dense_transformers_have_the_error_interval_of_published_runs():

@@ -36,7 +36,7 @@ def add_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequen
 
 
 def format_tables(results: Sequence[Result], published: Sequence[PublishedRun]) -> str:
-    """Return a Markdown table of all results, the table of `error_summary` and the sentence of `interval_coverage`."""
+    """Return a Markdown table of all results, and the tables of `error_summary` and `format_intervals`."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
         "| roofline s | error |"
@@ -53,7 +53,7 @@ def format_tables(results: Sequence[Result], published: Sequence[PublishedRun]) 
         lines.append(f"| {r['row']} | {r.get('layout', '')} | {' | '.join(cells)} |")
     if any(r.get("earlier") for r in results):
         lines += ["", "†: of an earlier program, replay or compiler than this one."]
-    return "\n".join([*lines, "", *error_summary(results), "", interval_coverage(published)])
+    return "\n".join([*lines, "", *error_summary(results), "", *format_intervals(published)])
 
 
 def error_summary(results: Sequence[Result]) -> list[str]:
@@ -104,11 +104,12 @@ def published_ratios(results: Iterable[Result], rows: dict[str, Row]) -> list[Pu
     ]
 
 
-def interval_coverage(published: Sequence[PublishedRun]) -> str:
-    """Return a sentence that counts, by chip, the published runs with a measured time within the predicted interval.
+def interval_coverage(published: Sequence[PublishedRun]) -> list[tuple[str, int, int]]:
+    """Count the published runs of each chip with a measured time within the predicted interval.
 
-    The prediction and the interval of a run are computed from the runs of other families. A run is not counted if those
-    are too few for an interval (`published_interval`).
+    Returns the chips with the number of such runs and that of all runs. The prediction and the interval of a run are
+    computed from the runs of other families. A run is not counted if those are too few for an interval
+    (`published_interval`).
     """
     inside_by_chip: dict[str, list[bool]] = defaultdict(list)
     for row in published:
@@ -116,8 +117,19 @@ def interval_coverage(published: Sequence[PublishedRun]) -> str:
         ratio = row.ratio / published_correction(others, row.chip, row.slices).factor
         if (interval := published_interval(others, row.chip, 1.0)) is not None:
             inside_by_chip[row.chip].append(interval.low <= ratio <= interval.high)
-    counts = ", ".join(f"{chip} {sum(flags)} of {len(flags)}" for chip, flags in sorted(inside_by_chip.items()))
-    return f"Measured within the interval computed without the runs of its recipe: {counts}."
+    return [(chip, sum(flags), len(flags)) for chip, flags in sorted(inside_by_chip.items())]
+
+
+def format_intervals(published: Sequence[PublishedRun]) -> list[str]:
+    """Return the lines of a Markdown table of the intervals by chip, and the shares of `interval_coverage`."""
+    lines = ["| chip | interval | measured within the interval computed without the runs of its recipe |"]
+    lines.append("|---|---:|---:|")
+    for chip, inside, count in interval_coverage(published):
+        interval = published_interval(published, chip, 1.0)
+        assert interval is not None  # it has no fewer runs than those without a recipe
+        ends = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
+        lines.append(f"| {chip} | {ends} | {inside} of {count} ({100 * inside / count:.0f}%) |")
+    return lines
 
 
 def format_pair_table(results: Iterable[Result], rows: Iterable[Row]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -118,43 +119,43 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
 def published_interval(runs: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
     """Return the range of a predicted step of a dense transformer, from the prediction errors of published runs.
 
-    `step_s` is the predicted time in seconds. Which errors are used depends on the runs on the chip:
+    `step_s` is the predicted time in seconds. The range extends in both directions by the largest error of these runs:
 
-    - Several recipes and at least `MIN_RUNS` runs: the range covers the cross-validated errors of these runs.
-    - One recipe, or fewer runs: the range covers the cross-validated errors of all runs that have one. A run has one if
-      its chip has runs of another recipe, so the runs of a chip with one recipe do not count.
-    - No runs: the prediction has no factor for the chip. The range extends in both directions by the largest error of
-      predictions without such a factor on the other chips.
+    - Several recipes and at least `MIN_RUNS` runs on the chip: the runs on the chip.
+    - One recipe, or fewer runs: the runs on the chip, and those of chips with several recipes.
+    - No runs: all runs.
+
+    The error of a run is that of its prediction without the runs of its recipe (`held_out_ratio`), so a run has no
+    factor for its chip if no other recipe has runs there. For a chip without runs, no run has this factor.
 
     Returns None if there are fewer than `MIN_RUNS` such errors.
     """
-    if is_new := not any(run.chip == chip for run in runs):
-        log_slowdown = _log_slowdown(runs)
-        ratios_used = {run: run.ratio / _slowdown_factor(log_slowdown, run.slices) for run in runs}
+    recipe_counts = Counter(chip for chip, _ in {(run.chip, run.family) for run in runs})
+    chip_runs = [run for run in runs if run.chip == chip]
+    if is_new := not chip_runs:
+        log_slowdown, used_runs = _log_slowdown(runs), list(runs)
+        ratios = [run.ratio / _slowdown_factor(log_slowdown, run.slices) for run in runs]
     else:
-        ratios = {run: ratio for run in runs if (ratio := held_out_ratio(runs, run)) is not None}
-        chip_ratios = {run: ratio for run, ratio in ratios.items() if run.chip == chip}
-        ratios_used = chip_ratios if len(chip_ratios) >= MIN_RUNS else ratios
-    if len(ratios_used) < MIN_RUNS:
+        is_enough = recipe_counts[chip] > 1 and len(chip_runs) >= MIN_RUNS
+        used_runs = [run for run in runs if run.chip == chip or not is_enough and recipe_counts[run.chip] > 1]
+        ratios = [held_out_ratio(runs, run) for run in used_runs]
+    if len(ratios) < MIN_RUNS:
         return None
-    low, high = min(ratios_used.values()), max(ratios_used.values())
-    if is_new:
-        low, high = min(low, 1 / high), max(high, 1 / low)
-    chips, models = {run.chip for run in ratios_used}, len({run.model for run in ratios_used})
-    versions = tuple(sorted({run.libtpu for run in ratios_used}))
+    high = max(max(ratio, 1 / ratio) for ratio in ratios)
+    chips, models = {run.chip for run in used_runs}, len({run.model for run in used_runs})
+    versions = tuple(sorted({run.libtpu for run in used_runs}))
     interval_chip = chip if chips == {chip} else None
     return StepInterval(
-        step_s * low, step_s * high, low, high, len(ratios_used), models, interval_chip, versions, is_new=is_new
+        step_s / high, step_s * high, 1 / high, high, len(ratios), models, interval_chip, versions, is_new=is_new
     )
 
 
-def held_out_ratio(runs: Sequence[PublishedRun], run: PublishedRun) -> float | None:
+def held_out_ratio(runs: Sequence[PublishedRun], run: PublishedRun) -> float:
     """Return measured over predicted seconds of a published run. The prediction is fitted to the other families.
 
-    Returns None if no other family has runs on the same chip.
+    It has no factor for the chip if no other family has runs there.
     """
-    correction = published_correction(runs, run.chip, run.slices, held_out_family=run.family)
-    return run.ratio / correction.factor if correction.family_count else None
+    return run.ratio / published_correction(runs, run.chip, run.slices, held_out_family=run.family).factor
 
 
 @cache

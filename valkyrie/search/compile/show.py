@@ -27,7 +27,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.train.options import TO_FIT, TO_OVERLAP, Option, settings_for_training
-from valkyrie.units import GIB, decimal_bytes_text, duration_text, gib_text, memory_text
+from valkyrie.units import GIB, count_text, decimal_bytes_text, duration_text, gib_text, memory_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "GiB": lambda size: f"{size / GIB:.2f}",
@@ -233,17 +233,18 @@ def describe_range(interval: StepInterval | None, *, is_program: bool = False) -
         )
     if interval is None:
         return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
-    runs_text = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
-    runs_text += f"on {interval.chip or 'other chips'}"
+    seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
+    low, high = (100 * (ratio - 1) for ratio in (interval.low, interval.high))
+    if interval.yours:
+        runs_text = f"your {interval.rows} measured steps on {interval.chip}"
+        return f"{seconds}, because {runs_text} differ from their predictions by {low:+.0f}% to {high:+.0f}%"
+    chips = interval.chip or ("other chips" if interval.is_new else "this and other chips")
+    runs_text = f"{count_text(interval.rows, 'published run')} of {count_text(interval.models, 'model')} on {chips}"
     if interval.is_new:
         runs_text = f"no run on this chip is published, and {runs_text}"
     elif interval.chip is None:
         runs_text += " (this one has too few runs or recipes)"
-    if interval.yours:
-        runs_text = f"your {interval.rows} measured steps on {interval.chip}"
-    errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
-    seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
-    return f"{seconds}, because {runs_text} differ from their predictions by {errors}"
+    return f"{seconds}, because {runs_text} differ from their predictions by up to {high:.0f}%"
 
 
 def _show_communication(record: Prediction | Measurement, traffic: Communication, console: Console) -> None:
