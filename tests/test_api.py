@@ -158,6 +158,23 @@ def test_every_name_is_documented_and_on_its_page():
         assert f"`{name}`" in PAGE_TEXT, name
 
 
+def test_search_is_a_function_and_a_package():
+    code = """
+        import inspect, sys, valkyrie
+        search = valkyrie.search
+        import valkyrie.search.mode
+        assert callable(search) and valkyrie.search is search is sys.modules["valkyrie.search"]
+        assert {"slice", "meshes", "rules"} <= {*inspect.signature(valkyrie.search).parameters}
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_search_of_a_run_takes_no_settings_of_its_own():
+    with pytest.raises(ValueError, match="Leave out meshes, budget"):
+        untyped_valkyrie.search(valkyrie.compose("model=gpt_tiny"), meshes=[(8, 1)], budget="5min")
+
+
 def test_nothing_is_imported_before_it_is_used():
     code = """
         import sys, valkyrie
@@ -277,8 +294,7 @@ untyped_valkyrie: Any = valkyrie
         (lambda: untyped_valkyrie.from_hf(3), "from_hf takes .*, not 3"),
         (lambda: untyped_valkyrie.from_hf("llama", name=3), "name= takes a string, not 3"),
         (lambda: untyped_valkyrie.to_hf(None, "out"), "to_hf takes .*, not None"),
-        (lambda: untyped_valkyrie.search_layouts(print), "search_layouts takes a Run.* search_program"),
-        (lambda: untyped_valkyrie.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
+        (lambda: untyped_valkyrie.search("model=gpt_tiny"), "search takes a Run, or a function"),
         (
             lambda: untyped_valkyrie.explain(3, "runs"),
             "first= takes a Run .*, not 3",
@@ -327,7 +343,7 @@ SEARCH_OVERRIDES = ("model=gpt_tiny", "target=v5e-8", "batch=32")
 def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: "no compiler")
     run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1", "partition=fsdp", "name=mine")
-    answer = valkyrie.search_layouts(run, quiet=True)
+    answer = valkyrie.search(run, quiet=True)
     assert {row.status for row in answer.rows} == {"estimated"}
     assert all(row.layout.startswith("mesh=2x4x1 partition=fsdp") for row in answer.rows)
     assert answer.folder.name.startswith("search-gpt_tiny-v5e-8") and answer.folder.is_dir()
@@ -356,14 +372,14 @@ def test_an_interrupted_search_keeps_its_answer(working_folder: Path, monkeypatc
 
     monkeypatch.setattr(compiling, "compile_trial", press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        valkyrie.search_layouts(valkyrie.compose(*SEARCH_OVERRIDES, "mode=search", "name=stopped"), quiet=True)
+        valkyrie.search(valkyrie.compose(*SEARCH_OVERRIDES, "mode=search", "name=stopped"), quiet=True)
     assert (working_folder / "runs" / "stopped" / "search.json").is_file()
 
 
 def test_a_search_in_which_nothing_fits_is_a_value_error(working_folder: Path):
     run = valkyrie.compose("model=llama_7b", "target=v5e-4", "batch=4", "seq=8192", "mode=search")
     with pytest.raises(ValueError, match=r"nothing fits: .* chips are enough"):
-        valkyrie.search_layouts(run, quiet=True)
+        valkyrie.search(run, quiet=True)
 
 
 def test_layouts_that_cannot_be_explained_are_named(working_folder: Path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import valkyrie
 from valkyrie.parts import PartKind, StepPart
@@ -187,42 +188,40 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
         return step, (rule,)
 
     rules = {"a": 0.2, "b": 0.1, "c": "raise"}
-    search_result = valkyrie.search_program(
+    search_result = valkyrie.search(
         build, slice=SLICE, meshes=[(2, 4), {"data": 8}], rules=rules, folder=tmp_path / "out", quiet=True
     )
-    assert len(search_result.results) == 6 and search_result.best == "data=2,model=4 b"
+    assert len(search_result.results) == 6 and search_result.best == "b on mesh data=8"
     assert "RuntimeError: no such partition (test_" in str(search_result)
     search_result.save(tmp_path / "out")
     record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
     assert record.best == search_result.best and [row.name for row in record.rows] == [*search_result.results]
-    assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
+    assert "b on mesh data=8" in (tmp_path / "out" / "report.html").read_text()
     for more, message in (
-        ({"meshes": [(2, 4)], "rules": {"a": 0.2}}, "search.json has data=2,model=4 b, "),
+        ({"meshes": [(2, 4)], "rules": rules}, "search.json has b on mesh data=8, "),
         ({"meshes": [(2, 4), (8, 1)], "rules": rules, "slice": valkyrie.slice("v6e-8")}, "is for v5e-8 .*, not v6e-8"),
     ):
         with pytest.raises(ValueError, match=message):
-            valkyrie.search_program(build, **{"slice": SLICE, "folder": tmp_path / "out", "quiet": True, **more})
+            valkyrie.search(build, **{"slice": SLICE, "folder": tmp_path / "out", "quiet": True, **more})
     assert read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE) == record
-    alone = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), quiet=True)
-    assert [*alone.results] == ["data=8"]
-    wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
+    alone = valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), quiet=True)
+    assert [*alone.results] == ["mesh data=8"]
+    wrong = valkyrie.search(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
     assert "build must return (jitted, arguments) or" in str(wrong)
-    unjitted = valkyrie.search_program(lambda mesh: (len, ()), slice=SLICE, axes=("data",), quiet=True)
-    assert "data=8: failed: " in str(unjitted) and "<built-in function len>" in str(unjitted)
-    ended = valkyrie.search_program(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
-    assert "data=8: failed: " in str(ended) and "(sys.exit(3))" in str(ended)
+    unjitted = valkyrie.search(lambda mesh: (len, ()), slice=SLICE, axes=("data",), quiet=True)
+    assert "mesh data=8: failed: " in str(unjitted) and "<built-in function len>" in str(unjitted)
+    ended = valkyrie.search(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
+    assert "mesh data=8: failed: " in str(ended) and "(sys.exit(3))" in str(ended)
 
 
 def test_a_search_is_one_run_at_wandb(tmp_path: Path):
-    search_result = valkyrie.search_program(
-        lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), tokens=1024, quiet=True
-    )
+    search_result = valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), tokens=1024, quiet=True)
     for _ in range(2):  # the second report updates the run of the first
         assert search_result.log_to_wandb("sharding", tmp_path, name="mine") is None
     log = wandb_logs(tmp_path)[-1]
     assert (log["run"].project, log["run"].display_name, log["run"].job_type) == ("sharding", "mine", "search")
-    assert log["summary"]["best/name"] == search_result.best == "data=8"
-    assert log["summary"]["best/step_ms"] == pytest.approx(1e3 * (search_result.step_s("data=8") or 0))
+    assert log["summary"]["best/name"] == search_result.best == "mesh data=8"
+    assert log["summary"]["best/step_ms"] == pytest.approx(1e3 * (search_result.step_s("mesh data=8") or 0))
     assert len({log["run"].run_id for log in wandb_logs(tmp_path)}) == 1
     assert {"layouts", "page"} <= {key.partition("/")[0] for key in log["history"][-1]}
     with pytest.raises(ValueError, match="^project=a/b"):
@@ -232,17 +231,17 @@ def test_a_search_is_one_run_at_wandb(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("search.json", "search.json was not written by search_program"),
+        ("search.json", "search.json was not written by valkyrie.search"),
         ("run.yaml", r"is the folder of a run \(run.yaml\)"),
         ("multirun.yaml", r"is the folder of a sweep \(multirun.yaml\)"),
         ("trials.jsonl", r"is the folder of a sweep or a search of layouts \(trials.jsonl\)"),
-        ("report.html", "report.html was not written by search_program"),
+        ("report.html", "report.html was not written by valkyrie.search"),
     ],
 )
 def test_a_search_does_not_replace_other_files(tmp_path: Path, name: str, reason: str):
     (tmp_path / name).write_text('{"target": "v5e-8"}')
     with pytest.raises(ValueError, match=reason):
-        valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
+        valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
     assert [file.name for file in tmp_path.iterdir()] == [name] and "v5e-8" in (tmp_path / name).read_text()
 
 
@@ -250,7 +249,7 @@ def test_a_search_continues_in_a_folder_of_another_version(tmp_path: Path, monke
     (tmp_path / SEARCH_FILE).write_text('{"schema": 99, "rows": []}')
     checks = []
     monkeypatch.setattr("valkyrie.search.comparison.refuse_other_folder", checks.append)
-    valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
+    valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
     assert len(read_record(ComparisonRecord, tmp_path / SEARCH_FILE).rows) == 4
     assert checks == [], "the search checks the folder before it begins, and not its own files"
 
@@ -260,12 +259,45 @@ def test_all_divisions_of_the_devices():
     assert [mesh["data"] for mesh in divide_devices(8, ("data", "model"), 4)] == [4, 8]
 
 
-def test_a_search_ends_before_it_would_exceed_its_budget(monkeypatch: pytest.MonkeyPatch):
+def test_a_search_ends_before_it_would_exceed_its_budget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     clock = iter_seconds(4.0)
     monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    search_result = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s", quiet=True)
-    assert 0 < len(search_result.results) < 4
-    assert "exceed the budget" in str(search_result) and "of 4 layouts" in str(search_result)
+    search_result = valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s")
+    count = len(search_result.results)
+    assert 0 < count < 4 and len(search_result.untried) == 4 - count
+    assert "exceed the budget" in str(search_result) and f"{count} of 4 layouts" in str(search_result)
+    assert all(name in str(search_result) for name in search_result.untried)
+    assert f"{count} of 4 layouts" in repr(search_result) and f"{count} of 4 layouts" in search_result._page()
+    assert "untried" in capsys.readouterr().err, "a script that prints only the best layout warns, too"
+
+
+def test_a_search_compiles_the_most_different_layouts_first(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+
+    def predict_any(function: Any, arguments: Any, *more: Any, work: ProgramWork, **settings: Any) -> PredictedProgram:
+        compiled.append(work.name or "")
+        return fake_predict(function, (0.1,), *more, work=work, **settings)
+
+    def make_mesh(self: valkyrie.Slice, shape: list[int], names: list[str]) -> jax.sharding.AbstractMesh:
+        return jax.sharding.AbstractMesh(tuple(shape), tuple(names))
+
+    def build(mesh: jax.sharding.AbstractMesh, spec: P) -> tuple[Any, tuple[Any, ...]]:
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return step, (jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=sharding),)
+
+    monkeypatch.setattr(programs, "predict_function", predict_any)
+    monkeypatch.setattr(valkyrie.Slice, "mesh", make_mesh)
+    rules = {"dp": P(), "fsdp": P("data"), "both": P("data", "model")}
+    result = valkyrie.search(build, slice=SLICE, meshes=[(8, 1), (2, 4)], rules=rules, name="mine", quiet=True)
+    assert not result.untried and not result.notes
+    assert compiled[:3] == [
+        "mine (fsdp on mesh data=8 model=1)",  # the fewest bytes per device
+        "mine (both on mesh data=2 model=4)",
+        "mine (dp on mesh data=8 model=1)",
+    ]
+    assert len(set(compiled)) == 6
 
 
 def iter_seconds(stride: float) -> Iterator[float]:
@@ -284,10 +316,10 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
         return replace(predicted, prediction=replace(predicted.prediction, status=CompileStatus.timeout))
 
     monkeypatch.setattr(programs, "predict_function", time_out)
-    search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
     assert not search_result.results
-    assert all(part in str(search_result) for part in ("2 times the budget", "data=1,model=8", "4 of 4 layouts"))
+    assert all(part in str(search_result) for part in ("2 times the budget", "mesh data=1 model=8", "0 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
     assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
@@ -309,7 +341,7 @@ def test_the_budget_is_twice_as_long_until_a_program_has_a_step_time(
         return replace(predicted, prediction=replace(predicted.prediction, **changes))
 
     monkeypatch.setattr(programs, "predict_function", end_first_compile)
-    search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
     assert len(search_result.results) == 1 and len(limits) == 2
     assert 119 < limits[0] <= 120 and factor * 60 - 1 < limits[1] <= factor * 60
@@ -333,25 +365,25 @@ def test_the_budget_is_twice_as_long_until_a_program_has_a_step_time(
 )
 def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
-        valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, **more)
+        valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, **more)
 
 
 @pytest.mark.parametrize(
     ("build", "rules", "message"),
     [
-        (step, None, r"^build= is a jitted function"),
+        (step, None, r"^build is a jitted function"),
         (
             lambda mesh: None,
             {"dp": 1},
-            r"^build= .*\(mesh\), .*build\(mesh, rule\)",
+            r"^build .*\(mesh\), .*build\(mesh, rule\)",
         ),
         (
             lambda mesh, rule: None,
             None,
-            r"^build= .*\(mesh, rule\), .*build\(mesh\)",
+            r"^build .*\(mesh, rule\), .*build\(mesh\)",
         ),
     ],
 )
 def test_functions_that_cannot_build_a_step_are_refused(build: Any, rules: dict[str, int] | None, message: str):
     with pytest.raises(TypeError, match=message):
-        valkyrie.search_program(build, slice=SLICE, rules=rules)
+        valkyrie.search(build, slice=SLICE, rules=rules)

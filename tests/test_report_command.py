@@ -113,7 +113,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert f" {tmp_path} " in err and "only estimated" in err
     write_record(tmp_path / "search.json", ComparisonRecord("v5e-8", None, (), None, "tokens"))
     err = error_output(capsys, tmp_path)
-    assert f" {tmp_path} " in err and "search_program" in err
+    assert f" {tmp_path} " in err and "valkyrie.search" in err
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
     assert "no trial has ended yet" in error_output(capsys, tmp_path / "empty")

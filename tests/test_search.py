@@ -166,7 +166,7 @@ def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
     assert (finished.status, len(plans), finished.answer["compiled"]) == (2, 2, 1)
     assert finished.answer["why"] == reason and f"1 compiled: {reason}" in finished.printed
     with pytest.raises(ValueError, match=f"^{reason}"):
-        valkyrie.search_layouts(finished.run, quiet=True)
+        valkyrie.search(finished.run, quiet=True)
 
 
 def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
         measure,
         predict,
         run_sweep,
-        search_layouts,
-        search_program,
+        search,
         show,
         to_hf,
         trials,
@@ -64,8 +63,7 @@ __all__ = [
     "measure",
     "predict",
     "run_sweep",
-    "search_layouts",
-    "search_program",
+    "search",
     "show",
     "slice",
     "to_hf",
@@ -78,6 +76,8 @@ def __getattr__(name: str) -> Any:
     """Import a name of the API on first use. `import valkyrie` alone imports nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "search":  # the package, which can be called (see valkyrie/search/__init__.py)
+        return import_module("valkyrie.search")
     api_name = "named_slice" if name == "slice" else name  # in our modules, `slice` stays the builtin
     return getattr(import_module("valkyrie.api"), api_name)
 

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Never
 
 from rich.console import Console
 
-from valkyrie.api_programs import check, predict, search_program
+from valkyrie.api_programs import check, predict
+from valkyrie.api_search import search
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
 from valkyrie.problems import raise_problems, require_settings, require_type
 from valkyrie.processes.child import module_command, run_streamed
-from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
-from valkyrie.runs.folder import key_values, split_flags, split_override
+from valkyrie.runs.folder import key_values
 from valkyrie.search.comparison import Comparison
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import Prediction
@@ -61,8 +62,7 @@ __all__ = [
     "named_slice",
     "predict",
     "run_sweep",
-    "search_layouts",
-    "search_program",
+    "search",
     "show",
     "to_hf",
     "trials",
@@ -150,50 +150,6 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
 
     with console.status("compiling and timing the step"):
         return Result(time_step(run, devices))
-
-
-def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
-    """Find the fastest layout of a run's model on its target: estimate all, compile the best, measure them if possible.
-
-    The settings of the search are those of the run, as on the command line: `compose("model=gpt_1b", "target=v4-64",
-    "mode=search", "budget=2min", "mode.compiles=4")`. A run of another mode is searched with default settings, and its
-    `name` is not used. Layout settings that the run sets (`partition=fsdp`) are fixed, and the others vary.
-
-    The folder of the search keeps every compile and measurement. A later search with the same model, slices and layout
-    settings continues there; settings of the mode, such as `budget` and `tokens`, may differ. An interrupt raises
-    KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and measurements run in child processes,
-    which need the devices: on a TPU or GPU, search before this process uses JAX. Raises ValueError if no layout fits
-    (the message names a slice that is large enough), if an environment variable makes every compile fail, or if the run
-    sets `resume`.
-    """
-    from valkyrie.modes.search import Config as SearchMode
-
-    if callable(run):
-        raise TypeError("search_layouts takes a Run. For a function that builds a step, use search_program.")
-    _require_run("search_layouts", run)
-    if run.config.resume is not None:
-        raise ValueError(
-            f"resume={run.config.resume}: search_layouts has nothing to resume. Compose a run with the settings of its "
-            "model, without resume=: valkyrie.compose('model=gpt_1b', ...)."
-        )
-    if not isinstance(run.config.mode, SearchMode):
-        flags, overrides = split_flags(run.arguments)
-        model_overrides = [
-            o
-            for o in overrides
-            if (key := split_override(o)[0]) not in ("mode", "name") and not key.startswith("mode.")
-        ]
-        run = compose(*flags, *model_overrides, "mode=search")
-    from valkyrie.search.mode import find_layouts
-
-    outcome = find_layouts(run, _console(quiet))
-    if outcome.status == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    if outcome.answer is None:
-        raise ValueError(outcome.reason)
-    if outcome.status == EXIT_REFUSED:
-        raise ValueError(outcome.answer.why)
-    return Answer(outcome.answer, outcome.folder.absolute())  # a notebook may change its folder
 
 
 def explain(first: Run | Result | str | Path, second: Run | Result | str | Path, *, quiet: bool = False) -> Explanation:

@@ -1,9 +1,8 @@
-"""The functions of the Python API that compile programs: `predict`, `check` and `search_program`."""
+"""The functions of the Python API that compile programs: `predict` and `check`."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -15,12 +14,11 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
-from valkyrie.problems import check_range, describe_value, raise_problems, require_type, suggest
+from valkyrie.problems import check_range, raise_problems, require_type, suggest
 from valkyrie.results import FoundLayout, Result
-from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
+from valkyrie.search.comparison import Comparison
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus
-from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:
     import jax
@@ -116,12 +114,12 @@ def predict(
     if isinstance(program, Run):
         settings = {"slice": slice, "mesh": mesh, "places": places, "options": options, "name": name}
         settings |= {"layouts": layouts, "measured_s": measured_s, "unit": None if unit == "tokens" else unit}
-        _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops, time_limit_s=time_limit_s)
+        refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops, time_limit_s=time_limit_s)
         return _predict_run(program, quiet)
     _refuse_other_programs(program)
     _require_mesh_and_places(mesh, places)
     settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
-    target, work = _check_program_arguments(slice, unit=unit, **settings)
+    target, work = check_program_arguments(slice, unit=unit, **settings)
     from valkyrie.search.programs import ProgramCall
 
     if measured_s is not None and layouts is None:
@@ -131,7 +129,7 @@ def predict(
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
         return _predict_module_file(Path(program), target, mesh, places, work)
-    call, console = ProgramCall(program, arguments, keywords, mesh, options), _stderr_console(quiet)
+    call, console = ProgramCall(program, arguments, keywords, mesh, options), stderr_console(quiet)
     if layouts is not None:
         return _predict_layouts(call, layouts, measured_s, target, work, time_limit_s, console)
     return _predict_function(call, target, work, time_limit_s, console)
@@ -186,7 +184,7 @@ def _predict_module_file(
     axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
     if not axes:
         raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
-    return _as_result(predict_file(path, target, axes, places=places, work=work))
+    return as_result(predict_file(path, target, axes, places=places, work=work))
 
 
 def _predict_function(
@@ -204,7 +202,7 @@ def _predict_function(
             time_limit_s=time_limit_s,
             progress=status.update,
         )
-    return _as_result(predicted)
+    return as_result(predicted)
 
 
 def _predict_layouts(
@@ -227,7 +225,7 @@ def _predict_layouts(
     if default_call.arguments:
         raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
     calls = parse_layouts(default_call.function, layouts, default_call)
-    _refuse_unknown_layouts(measured_s, calls)
+    refuse_unknown_layouts(measured_s, calls)
     return Comparison(_predict_calls(calls, target, work, time_limit_s, console), measured_s or {})
 
 
@@ -252,113 +250,17 @@ def _predict_calls(
                 *(target, work, axes, time_limit_s),
                 lambda line, progress_prefix=progress_prefix: status.update(progress_prefix + line),
             )
-            results[layout] = _as_result(predicted_program)
+            results[layout] = as_result(predicted_program)
     return results
 
 
-def search_program(
-    build: Callable[..., Any],
-    *,
-    slice: Slice,
-    meshes: Sequence[Sequence[int] | Mapping[str, int]] | None = None,
-    axes: Sequence[str] = ("data", "model"),
-    rules: Mapping[str, Any] | None = None,
-    budget: str | float | int | None = None,
-    folder: str | Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    name: str | None = None,
-    tokens: float | int | None = None,
-    flops: float | int | None = None,
-    unit: str = "tokens",
-    measured_s: Mapping[str, float | int] | None = None,
-    time_limit_s: float | int | None = None,
-    quiet: bool = False,
-) -> Comparison:
-    """Search the meshes and shardings of any JAX program: compile each for a slice, and rank them by step time.
-
-    `build(mesh, rule)` returns `(jitted, arguments)` or `(jitted, arguments, keywords)`, as for `predict`; without
-    `rules`, it is `build(mesh)`. If it raises an error, that layout has the status `failed` and the search continues.
-    The name of a layout has its mesh and rule: `data=2,model=4 fsdp`. Compiled programs come from the cache, so the
-    same call resumes a search that ended or was interrupted. Raises ValueError or TypeError for illegal arguments.
-
-    Args:
-        build: Builds the step for a mesh.
-        slice: The slice to predict for.
-        meshes: Meshes, as sizes of `axes` or as sizes by name. None for all divisions of the devices over `axes`.
-        axes: Names of the mesh axes.
-        rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
-        budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
-            exceed it, judging by the longest so far. A compile that does exceed it is stopped (the first at twice this
-            time).
-        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. Raises
-            ValueError if the folder has a search for another slice or with layouts that this search does not try, or
-            belongs to a run, a sweep or `mode=search`.
-        options: Compiler options.
-        name: Title of the reports.
-        tokens: Tokens in one step on all devices, for tokens per second.
-        flops: Model FLOPs in one step on all devices, for MFU.
-        unit: What `tokens` counts, such as "images".
-        measured_s: Maps names of layouts to measured seconds per step. The median ratio of measured to predicted time
-            multiplies the predictions of the other layouts.
-        time_limit_s: Time limit of each compile in seconds; None for no limit.
-        quiet: Whether to hide the progress lines on stderr.
-    """
-    from valkyrie.search.programs import ProgramSearch, parse_meshes, require_builder
-
-    if not callable(build):
-        raise TypeError(f"search_program takes a function that builds a step, not {describe_value(build)}.")
-    target, work = _check_program_arguments(
-        slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
-    )
-    if rules is not None:
-        require_type(rules, Mapping, 'rules= takes a dict of second arguments of build, such as {"fsdp": FSDP}')
-        if not rules:
-            raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
-    require_builder(build, rules)
-    require_type(folder, str | Path | None, "folder= takes the path of a folder")
-    if folder is not None:
-        refuse_other_folder(Path(folder))
-    parsed_meshes, budget_s = parse_meshes(meshes, axes, target), _parse_budget(budget)
-    search = ProgramSearch(build, target, parsed_meshes, rules, work, options, time_limit_s, budget_s)
-    if folder is not None:
-        refuse_other_search(Path(folder), target.describe(), search.names)
-    _refuse_unknown_layouts(measured_s, search.names)
-    console, comparison = _stderr_console(quiet), Comparison({}, measured_s or {})
-    with console.status("lowering") as status:
-        for layout, predicted in search.predictions(status.update):
-            comparison = dataclasses.replace(comparison, results={**comparison.results, layout: _as_result(predicted)})
-            if folder is not None:
-                comparison.write(Path(folder))
-            if console.is_terminal:
-                console.print(f"{layout}: {comparison.describe(layout)}")
-    if search.note:
-        comparison = dataclasses.replace(comparison, notes=(search.note,))
-        if folder is not None:
-            comparison.write(Path(folder))
-    return comparison
-
-
-def _stderr_console(quiet: bool) -> Console:
+def stderr_console(quiet: bool) -> Console:
+    """Return a console that prints to stderr, or nothing if `quiet`."""
     return Console(stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
-def _parse_budget(budget: str | float | int | None) -> float | int | None:
-    """Convert a time budget to seconds; None stays None.
-
-    Raises TypeError if it is neither a number nor a string, and ValueError if it is not a positive time.
-    """
-    if budget is None:
-        return None
-    require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
-    budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
-    if budget_s is None:
-        raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
-    raise_problems(check_range("budget", budget_s, above=0))
-    return budget_s
-
-
-def _check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
-    """Check arguments of `predict` or `search_program`, and return the slice and a `ProgramWork`.
+def check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
+    """Check arguments of `predict` or `search`, and return the slice and a `ProgramWork`.
 
     `settings` has `name`, `tokens`, `flops`, `options` and `time_limit_s`. The `ProgramWork` consists of `name`,
     `tokens`, `flops` and `unit`. Raises TypeError for a wrong type, and ValueError for an illegal value or a missing or
@@ -392,7 +294,7 @@ def _check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any)
     return target, ProgramWork(settings["name"], settings["tokens"], settings["flops"], unit)
 
 
-def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
+def refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
     """Check `measured_s`, which maps names of layouts to measured seconds per step.
 
     Raises ValueError for a name that is not in `layouts` or a time that is not positive, and TypeError for a wrong
@@ -409,7 +311,8 @@ def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layout
         raise_problems(check_range(f'measured_s["{layout}"]', step_s, above=0))
 
 
-def _as_result(predicted_program: PredictedProgram) -> Result:
+def as_result(predicted_program: PredictedProgram) -> Result:
+    """Return the prediction of a program as a `Result` of the API."""
     return Result(predicted_program.prediction, predicted_program.replay)
 
 
@@ -444,7 +347,7 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
 def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
-    _, prediction, replay = compile_and_summarise(run, _stderr_console(quiet))
+    _, prediction, replay = compile_and_summarise(run, stderr_console(quiet))
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     return Result(prediction, replay)
@@ -463,8 +366,8 @@ def _refuse_other_programs(program: object) -> None:
         raise ValueError(f'{usage}. Compose a run first: valkyrie.predict(valkyrie.compose("{program}", ...)).')
 
 
-def _refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
-    """Raise ValueError for arguments of `predict` that a run already sets."""
+def refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
+    """Raise ValueError for arguments that a run already sets."""
     redundant_names = [*keywords, *(key for key, value in options.items() if value is not None)]
     if arguments or redundant_names:
         raise ValueError(

@@ -266,7 +266,7 @@ class FoundLayout:
 
 @dataclass(frozen=True, repr=False)
 class Answer:
-    """The fastest layouts that `search_layouts` found. `print(answer)` prints the table of `mode=search`.
+    """The fastest layouts that `search` found for a run. `print(answer)` prints the table of `mode=search`.
 
     `record` has the same content as `search.json`, and `folder` is the folder of the search.
     """

@@ -83,7 +83,7 @@ def _describe_missing_results(path: Path) -> str:
     if path.is_file():
         return f"{path} is a file"
     if is_program_search(path):
-        return f"{path} was written by search_program: its layouts are in report.html and {ANSWER_FILE} there"
+        return f"{path} was written by valkyrie.search: its layouts are in report.html and {ANSWER_FILE} there"
     if read_answer(path) is not None:
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
     if (path / ANSWER_FILE).is_file():
@@ -130,7 +130,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 
 def is_program_search(folder: Path) -> bool:
-    """Return whether the `search.json` of a folder was written by any version of `search_program`.
+    """Return whether the `search.json` of a folder was written by any version of `valkyrie.search`, for a program.
 
     Returns False if `mode=search` wrote it, or if it cannot be read.
     """

@@ -1,6 +1,7 @@
 """Finds fast layouts before training: estimates, compiles or measures the step of each.
 
-The function `mode.search_mode` runs `mode=search` in these steps:
+`valkyrie.search(...)` calls the function `valkyrie.api_search.search`. `mode.search_mode` runs `mode=search` in these
+steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
    `local_devices.add_measured_figures` times CPU devices with unknown speed.
@@ -32,6 +33,29 @@ Some names are similar. `mode.py` implements `mode=search`, and `modes.py` imple
 The packages `compile/`, `measure/` and `tune/` compile, measure or tune one layout. The modules `compiling.py`,
 `measuring.py` and `tuning.py` are stages of a search.
 """
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    """This package, which is also the function `search` of the Python API.
+
+    Importing any module of the package sets the attribute `search` of `valkyrie` to the package.
+    """
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.__wrapped__(*arguments, **keywords)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The function, whose signature and help Python shows."""
+        return import_module("valkyrie.api_search").search
+
+
+sys.modules[__name__].__class__ = _CallablePackage
 
 NO_STEP_TIME = 3
 """Exit status of a search without a step time.

@@ -67,7 +67,7 @@ class ComparedProgram:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """Content of the `search.json` of `valkyrie.search_program`.
+    """Content of the `search.json` that `valkyrie.search` writes for a program.
 
     The key `rows` distinguishes it from the `search.json` of `mode=search` (`report.records.is_program_search`), so
     every version must have this key.
@@ -80,6 +80,7 @@ class ComparisonRecord:
         unit: What the rates count, such as `tokens`.
         notes: Lines below the table.
         versions: Versions of Valkyrie and the libraries it uses.
+        untried: Names of the layouts that a search has not compiled.
     """
 
     target: str
@@ -89,6 +90,7 @@ class ComparisonRecord:
     unit: str
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    untried: tuple[str, ...] = ()
     schema: int = 1
 
 
@@ -100,11 +102,13 @@ class Comparison:
         results: Results by name, the fastest layout that fits first. Layouts that do not fit or fail are last.
         measured_s: Measured step times in seconds by name.
         notes: Lines to print below the table, such as why a search ended.
+        untried: Names of the layouts that a search has not compiled.
     """
 
     results: Mapping[str, Result]
     measured_s: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         order = sorted(self.results, key=self._sort_key)
@@ -145,9 +149,8 @@ class Comparison:
         description = next((program.described for program in foreign_programs if program), "")
         unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
-        return ComparisonRecord(
-            description, self.best, rows, self.ratio, unit, (*self._failure_lines(), *self.notes), package_versions()
-        )
+        notes = (*self._failure_lines(), *self.notes)
+        return ComparisonRecord(description, self.best, rows, self.ratio, unit, notes, package_versions(), self.untried)
 
     def __str__(self) -> str:
         from valkyrie.train.screen import make_console
@@ -160,7 +163,7 @@ class Comparison:
         return text.getvalue()
 
     def __repr__(self) -> str:
-        return f"<Comparison of {count_text(len(self.results), 'layout')}, best: {self.best or 'none fits'}>"
+        return f"<Comparison of {self._count_text()}, best: {self.best or 'none fits'}>"
 
     def html(self, path: str | Path) -> Path:
         """Write a standalone HTML page with the table and the report of each layout. Returns its path.
@@ -173,7 +176,7 @@ class Comparison:
         """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder.
 
         Raises ValueError if the folder belongs to a run, a sweep or a search of layouts, or if it has one of these
-        files and the file is not from `valkyrie.search_program`.
+        files and the file is not from `valkyrie.search`.
         """
         refuse_other_folder(Path(folder))
         return self.write(Path(folder))
@@ -238,8 +241,13 @@ class Comparison:
         record = self.record
         table = terminal_table(comparison_columns(record), record.rows)
         records = {name: _prediction(result) for name, result in self.results.items()}
-        title = f"{count_text(len(self.results), 'layout')} on {record.target}"
+        title = f"{self._count_text()} on {record.target}"
         return comparison_page(title, table, self._note_lines(record), records, self.best)
+
+    def _count_text(self) -> str:
+        """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""
+        count, total = len(self.results), len(self.results) + len(self.untried)
+        return f"{count} of {count_text(total, 'layout')}" if self.untried else count_text(count, "layout")
 
     def _sort_key(self, name: str) -> tuple[int, float]:
         """Return a sort key: step time if the layout fits, peak memory if it does not, and failed layouts last."""
@@ -291,7 +299,7 @@ def refuse_other_folder(folder: Path) -> None:
     """Raise ValueError if a comparison must not be saved into a folder.
 
     This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
-    `report.html` that is not from `valkyrie.search_program`.
+    `report.html` that is not from `valkyrie.search`.
     """
     from valkyrie.report.records import is_program_search
 
@@ -300,9 +308,9 @@ def refuse_other_folder(folder: Path) -> None:
         if (folder / name).exists():
             raise ValueError(f"folder={folder} is the folder of a {kind} ({name}). {remedy}")
     if file.exists() and not is_program_search(folder):
-        raise ValueError(f"folder={folder}: {file} was not written by search_program. {remedy}")
+        raise ValueError(f"folder={folder}: {file} was not written by valkyrie.search. {remedy}")
     if page.exists() and not file.exists():
-        raise ValueError(f"folder={folder}: {page} was not written by search_program. {remedy}")
+        raise ValueError(f"folder={folder}: {page} was not written by valkyrie.search. {remedy}")
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from valkyrie.foreign_errors import first_lines, is_compile_only
 from valkyrie.parallel.slice import Slice
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     import jax
 
 _CALL_KEYS = ("args", "kwargs", "mesh", "options", "function")
+_BUILD_SHARE = 0.2
+"""Share of a search's budget after which it builds no more programs before the first compile."""
+_MAX_NAMES = 8
+"""Maximum number of untried layouts that the note of a search names."""
 _RETURNS = "(jitted, arguments) or (jitted, arguments, keywords)"
 
 
@@ -126,10 +132,17 @@ def parse_builder_result(value: Any, source: str) -> ProgramCall:
 
 
 def require_builder(build: Callable[..., Any], rules: Mapping[str, Any] | None) -> None:
-    """Raise TypeError if `build` of `search_program` is jitted, or cannot be called with a mesh (and a rule)."""
+    """Raise TypeError if the function that `search` gets is jitted, or cannot be called with a mesh (and a rule).
+
+    Raises ValueError if `rules` is empty.
+    """
+    if rules is not None:
+        require_type(rules, Mapping, 'rules= takes a dict of second arguments of build, such as {"fsdp": FSDP}')
+        if not rules:
+            raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
     if hasattr(build, "lower"):
         raise TypeError(
-            "build= is a jitted function. Pass a function that returns the jitted function and its arguments: "
+            "build is a jitted function. Pass a function that returns the jitted function and its arguments: "
             "lambda mesh: (step, (w, x))."
         )
     try:
@@ -142,7 +155,7 @@ def require_builder(build: Callable[..., Any], rules: Mapping[str, Any] | None) 
         names = ", ".join(signature.parameters)
         call, change = ("build(mesh) without", "add") if rules is None else ("build(mesh, rule) with", "remove")
         raise TypeError(
-            f"build= has the arguments ({names}), but is called as {call} rules=. Change the arguments, or "
+            f"build has the arguments ({names}), but is called as {call} rules=. Change the arguments, or "
             f"{change} rules=."
         ) from None
 
@@ -278,9 +291,74 @@ def parse_meshes(
 
 
 def layout_name(axes: Mapping[str, int], rule: str | None) -> str:
-    """Return the name of a layout in a search, such as `data=2,model=4 fsdp`."""
-    mesh = ",".join(f"{name}={size}" for name, size in axes.items())
-    return mesh if rule is None else f"{mesh} {rule}"
+    """Return the name of a layout in a search, such as `fsdp on mesh data=2 model=4`, or without a rule its mesh."""
+    mesh = " ".join(["mesh", *(f"{name}={size}" for name, size in axes.items())])
+    return mesh if rule is None else f"{rule} on {mesh}"
+
+
+@dataclass
+class _Layout:
+    """A mesh and a rule to build a program for.
+
+    Args:
+        axes: Sizes of the mesh axes by name.
+        rule: Name of the rule, or None.
+        build: Returns the call, or raises the error of the function that builds it.
+        device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if that failed.
+    """
+
+    axes: Mapping[str, int]
+    rule: str | None
+    build: Callable[[], ProgramCall]
+    device_bytes: float = math.inf
+
+    @property
+    def name(self) -> str:
+        return layout_name(self.axes, self.rule)
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.axes.items())
+
+    def build_once(self) -> None:
+        """Call `build`, keep its result or error for the next call, and set `device_bytes`."""
+        try:
+            call = self.build()
+        except (Exception, SystemExit) as error:
+            self.build = functools.partial(_raise, error)
+            return
+        self.build = lambda: call
+        self.device_bytes = count_device_bytes(call)
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
+
+
+def count_device_bytes(call: ProgramCall) -> int:
+    """Return the bytes of a call's arguments on each device. Arguments without a sharding count as replicated."""
+    import jax
+
+    arrays = [
+        a for a in jax.tree.leaves((call.arguments, call.keywords)) if hasattr(a, "shape") and hasattr(a, "dtype")
+    ]
+    shapes = [(getattr(array, "sharding", None), array.shape, array.dtype.itemsize) for array in arrays]
+    return sum(
+        math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
+        for sharding, shape, itemsize in shapes
+    )
+
+
+def pop_next_layout(untried: list[_Layout], tried: Sequence[_Layout]) -> _Layout:
+    """Remove and return the layout to compile next, among those not yet compiled.
+
+    This is the one with the fewest tried layouts of its mesh and of its rule, and among these the one with the fewest
+    bytes of arguments per device, because layouts that shard more rarely repeat work and more often fit.
+    """
+    meshes, rules = Counter(layout.mesh for layout in tried), Counter(layout.rule for layout in tried)
+    layout = min(untried, key=lambda layout: (meshes[layout.mesh] + rules[layout.rule], layout.device_bytes))
+    untried.remove(layout)
+    return layout
 
 
 @dataclass
@@ -299,7 +377,7 @@ class ProgramSearch:
             exceed the limit, judging by the longest so far, and stops a compile that exceeds it. Until a layout has a
             step time, cached or new, the limit is `FIRST_RESULT_FACTOR` times as long. The search does not stop
             `build`, the lowering, or a compile in this process (see `predict_function`).
-        note: Why the search ended before all programs were compiled, or empty if all were.
+        note: How many layouts were tried and why the search ended, or empty if all were.
     """
 
     build: Callable[..., Any]
@@ -314,50 +392,68 @@ class ProgramSearch:
 
     @property
     def names(self) -> list[str]:
-        """Names of all layouts, in the order of compiling (see `layout_name`)."""
-        return [layout_name(axes, rule) for axes, rule in self._pairs()]
+        """Names of all layouts, by mesh and rule (see `layout_name`)."""
+        return [layout.name for layout in self._layouts()]
 
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
-        """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends."""
-        pairs = self._pairs()
+        """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends.
+
+        `pop_next_layout` chooses the order. Programs are built before the first compile, for at most `_BUILD_SHARE` of
+        the budget, and the others when they are compiled.
+        """
         search_start, longest_s, has_step = time.monotonic(), 0.0, False
-        for index, (axes, rule) in enumerate(pairs):
-            name = layout_name(axes, rule)
+        untried, tried = self._layouts(), list[_Layout]()
+        for number, layout in enumerate(untried, 1):
+            progress(f"building {number} of {len(untried)}: {layout.name}")
+            layout.build_once()
+            if self.budget_s is not None and time.monotonic() - search_start > _BUILD_SHARE * self.budget_s:
+                break
+        while untried:
             factor = 1.0 if has_step else FIRST_RESULT_FACTOR
             limit = "the budget" if has_step else f"{factor:g} times the budget"
-            remaining = self._describe_remaining(pairs, index)
-            if not (has_step and longest_s):  # the same call would end with the same compile
-                remaining += " with a longer budget="
+            longer = "" if has_step and longest_s else " with a longer budget="  # it would end with the same compile
             budget_s = math.inf if self.budget_s is None else factor * self.budget_s
             remaining_s = budget_s - (time.monotonic() - search_start)
             if remaining_s < longest_s:
-                self.note = f"another compile would likely exceed {limit}; {remaining}"
+                self._end(f"another compile would likely exceed {limit}", limit, tried, untried, longer)
                 return
+            layout = pop_next_layout(untried, tried)
             limit_s = min(remaining_s, self.time_limit_s or math.inf)
             start = time.monotonic()
-            prefix = f"{index + 1} of {len(pairs)}: "
+            prefix = f"{len(tried) + 1} of {len(tried) + 1 + len(untried)}: "
             predicted = predict_call(
-                name,
-                lambda axes=axes, rule=rule: self._build(axes, rule),
-                *(self.target, self.work, axes, None if math.isinf(limit_s) else limit_s),
+                *(layout.name, layout.build, self.target, self.work, layout.axes),
+                None if math.isinf(limit_s) else limit_s,
                 lambda line, prefix=prefix: progress(prefix + line),
             )
             status, compile_times = predicted.prediction.status, predicted.prediction.compile
             if status is CompileStatus.timeout and limit_s == remaining_s:
-                self.note = f"the compile of {name} was stopped after {limit}; {remaining}"
+                reason = f"the compile of {layout.name} was stopped"
+                self._end(reason, limit, tried, [layout, *untried], longer)
                 return
             has_step = has_step or status is CompileStatus.ok
             if not compile_times.cached:
                 longest_s = max(longest_s, time.monotonic() - start)
-            yield name, predicted
+            tried.append(layout)
+            yield layout.name, predicted
 
-    def _pairs(self) -> list[tuple[Mapping[str, int], str | None]]:
-        return [(axes, rule) for axes in self.meshes for rule in (self.rules or [None])]
+    def _layouts(self) -> list[_Layout]:
+        return [
+            _Layout(axes, rule, functools.partial(self._build, axes, rule))
+            for axes in self.meshes
+            for rule in (self.rules or [None])
+        ]
 
     def _build(self, axes: Mapping[str, int], rule: str | None) -> ProgramCall:
         mesh = self.target.mesh(list(axes.values()), list(axes))
         built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
         return replace(parse_builder_result(built, "build"), mesh=mesh, options=self.options)
 
-    def _describe_remaining(self, pairs: Sequence[object], index: int) -> str:
-        return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. To continue, repeat the same call"
+    def _end(self, reason: str, limit: str, tried: Sequence[_Layout], untried: Sequence[_Layout], longer: str) -> None:
+        """Set `note`. `reason` is why the search ends, and `longer` how to change the call that continues it."""
+        names = [layout.name for layout in untried]
+        names = names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], f"{len(names) - _MAX_NAMES} more"]
+        self.note = (
+            f"{len(tried)} of {len(tried) + len(untried)} layouts were compiled within {limit}, because {reason}; "
+            f"untried: {', '.join(names)}. To continue, repeat the same call{longer}"
+        )

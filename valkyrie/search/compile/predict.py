@@ -449,7 +449,7 @@ def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, program_mesh: jax.shardin
     )
     raise ValueError(
         f"mesh= has the axes {passed_axes}, but the mesh of the program's shardings has {program_axes}. Leave out "
-        "mesh=. In search_program, use the mesh that build(mesh) receives for the shardings."
+        "mesh=. In valkyrie.search, use the mesh that build(mesh) receives for the shardings."
     )
 
 
