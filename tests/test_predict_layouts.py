@@ -87,15 +87,16 @@ def test_layouts_are_ranked_and_printed():
     assert [*comparison.results] == ["fast", "slow", "large", "broken"]
     assert comparison.best == "fast" and comparison["fast"].step_s == 0.1 and comparison.ratio is None
     lines = str(comparison).splitlines()
-    assert lines[1].split() == ["layout", "fits", "step", "images/s", "peak", "waiting", "faults"]
+    assert lines[1].split() == ["layout", "fits", "step", "interval", "images/s", "peak", "waiting", "faults"]
     assert [line.split()[:3] for line in lines[3:7]] == [
         ["fast", "yes", "100.0"],
         ["slow", "yes", "400.0"],
         ["large", "no", "20.0"],
         ["broken", "failed"],
     ]
-    assert "25%" in lines[3] and "5,120" in lines[3]
-    assert lines[-1].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
+    assert "25%" in lines[3] and "5,120" in lines[3] and "unknown" in lines[3]
+    assert "interval: unknown" in lines[-1] and "mode=calibrate" in lines[-1]
+    assert lines[-2].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
     assert comparison._repr_html_().startswith("<iframe") and "best: fast" in repr(comparison)
     assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 

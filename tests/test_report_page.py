@@ -220,6 +220,10 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     assert re.findall(r"<b>(.*?)</b>", main_html) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
     settings = ("mesh=8x1x1", "partition=fsdp", "remat=full", "microbatches=2")
     assert "$500" in main_html and " ".join(settings) in main_html
+    assert "unknown" not in main_html
+    write_record(folder / ANSWER_FILE, replace(answer, best=[replace(layout, low_s=0.5, high_s=0.5)]))
+    text = write_report(folder).read_text()
+    assert ">unknown</td>" in text and "interval unknown" in text, "no interval is not a sure step time"
 
 
 def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):

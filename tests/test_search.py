@@ -441,6 +441,8 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     remarks = " ".join(collect_remarks(request, rows, ranking, shortlist, compiles, MeasuredTrials()))
     assert ("2.0 times" in remarks and "mode.compiles=" in remarks) == (first == "estimate")
     assert "best layout found" not in remarks or first == "compile"
+    has_compiled_row = any(row.stage is Stage.compile for row in rows)
+    assert ("interval of compiled layouts is unknown" in remarks) == has_compiled_row, "the compiler gives none"
 
 
 @pytest.mark.parametrize("price", ["0", "null"])

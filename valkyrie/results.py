@@ -229,7 +229,7 @@ class FoundLayout:
         status: Source of the step time: `estimated`, `compiled` or `measured`.
         step_s: Seconds per step.
         low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a
-            measurement.
+            measurement. None if unknown.
         tokens_per_second_per_chip: Throughput of a chip.
         mfu: Model FLOPs utilisation, from 0 to 1.
         peak_bytes, usable_bytes: Peak and usable memory per device.
@@ -246,8 +246,8 @@ class FoundLayout:
     layout: str
     status: str
     step_s: float
-    low_s: float
-    high_s: float
+    low_s: float | None
+    high_s: float | None
     tokens_per_second_per_chip: float
     mfu: float | None
     peak_bytes: int | None
@@ -284,8 +284,8 @@ class Answer:
                 layout=" ".join(row.overrides[1:]),
                 status=row.stage.adjective,
                 step_s=row.step_s,
-                low_s=row.low_s,
-                high_s=row.high_s,
+                low_s=row.low_s if row.interval else None,
+                high_s=row.high_s if row.interval else None,
                 tokens_per_second_per_chip=row.tokens_per_second_per_chip,
                 mfu=row.mfu,
                 peak_bytes=row.memory,

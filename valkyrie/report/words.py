@@ -124,7 +124,7 @@ def summarise_search(search: SearchAnswer) -> Summary:
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
         BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", mfu, True),
-        BigNumber(step_label, duration_text(best.step_s), f"{low} to {high}" if best.interval else ""),
+        BigNumber(step_label, duration_text(best.step_s), f"{low} to {high}" if best.interval else "interval unknown"),
     ]
     if best.memory is not None:
         of_usable = f"of {memory_text(best.usable)} usable" if best.usable else ""

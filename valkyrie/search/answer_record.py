@@ -234,7 +234,7 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         *([slice_column] if len(answer.targets) > 1 else []),
         column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=16),
         column("step_s", "step", "seconds", lambda r: r.step_s),
-        column("interval", "interval", "range", lambda r: r.interval),
+        column("interval", "interval", "range", lambda r: r.interval, unknown_text="unknown"),
         column("memory", "peak", "bytes", lambda r: r.memory, unknown_text="?"),
         column("rate", "tokens/s\na chip", "speed", lambda r: r.tokens_per_second_per_chip),
         column("mfu", "MFU", "percent", lambda r: r.mfu, unknown_text="?"),

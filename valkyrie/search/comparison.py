@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
 from valkyrie.records import read_record, write_record
-from valkyrie.runs.columns import Column, terminal_table
+from valkyrie.runs.columns import FORMATS, Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.show import describe_range
 from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE
 from valkyrie.units import count_text, duration_text, memory_text
 
@@ -45,6 +46,7 @@ class ComparedProgram:
         peak: Peak memory of one device in bytes, or the bytes that it needs if it does not fit.
         waiting: Share of the step spent waiting for communication, from 0 to 1.
         faults: Number of faults in the sharding, or None if the program was not compiled.
+        interval: Ends of the interval of a predicted step time relative to it, such as (-0.1, 0.2).
     """
 
     name: str
@@ -58,6 +60,14 @@ class ComparedProgram:
     peak: int | None = None
     waiting: float | None = None
     faults: int | None = None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def interval_text(self) -> str:
+        """The interval of a predicted step time, or `unknown`. Empty if the step time is measured or unknown."""
+        if self.step_s is None or self.measured_s is not None:
+            return ""
+        return "unknown" if self.interval is None else FORMATS["range"](self.interval)
 
     @property
     def fits_text(self) -> str:
@@ -272,6 +282,7 @@ class Comparison:
             peak=None if prediction.memory is None else prediction.memory.required,
             waiting=sum_seconds(prediction.parts, PartKind.exposed) / result.step_s if result.step_s else None,
             faults=len(prediction.faults) if result.fits is not None else None,
+            interval=_interval(prediction),
         )
 
     def _failure_lines(self) -> list[str]:
@@ -284,6 +295,8 @@ class Comparison:
 
     def _note_lines(self, record: ComparisonRecord) -> list[str]:
         lines = [*record.notes]
+        if any(row.interval_text == "unknown" for row in record.rows):
+            lines.append(f"interval: {describe_range(None, is_program=True)}")
         if record.ratio is not None:
             measured = ", ".join(name for name in self.measured_s if name in self.results)
             lines.append(
@@ -351,6 +364,7 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
         column("name", "layout", "text", lambda row: row.name, min_width=12),
         column("fits", "fits", "text", lambda row: row.fits_text),
         column("step_s", "step", "seconds", lambda row: row.step_s, wandb_key="step_ms", scale=1e3),
+        column("interval", "interval", "text", lambda row: row.interval_text),
         *([rate] if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak, wandb_key="hbm_gib", scale=2**-30),
         column("waiting", "waiting", "percent", lambda row: row.waiting),
@@ -365,6 +379,11 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
             else []
         ),
     ]
+
+
+def _interval(prediction: Prediction) -> tuple[float, float] | None:
+    interval = None if prediction.step is None else prediction.step.interval
+    return None if interval is None else (interval.low - 1, interval.high - 1)
 
 
 def _prediction(result: Result) -> Prediction:

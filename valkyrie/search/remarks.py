@@ -11,6 +11,7 @@ from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.baselines import find_baselines, format_comparison
+from valkyrie.search.compile.show import describe_range
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
 from valkyrie.search.estimate.rank import Ranking
 from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
@@ -30,11 +31,13 @@ def collect_remarks(
 ) -> list[str]:
     """Return the sentences below the table of an answer.
 
-    They state costs by kind of chip and layouts that are as fast as the best one, compare the best layout with
-    baselines, and suggest unpadded attention heads and more compiles if useful. `rows` is the table, the best first.
+    They state why an interval is unknown, costs by kind of chip and layouts that are as fast as the best one, compare
+    the best layout with baselines, and suggest unpadded attention heads and more compiles if useful. `rows` is the
+    table, the best first.
     """
     best = rows[0]
-    lines, is_estimate = [*describe_costs(request, rows), *describe_ties(request, rows)], best.stage is Stage.estimate
+    lines = [*describe_intervals(rows), *describe_costs(request, rows), *describe_ties(request, rows)]
+    is_estimate = best.stage is Stage.estimate
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
         text = f"The best layout is only estimated. {ratios}"
         if len(compiled_layouts.layouts) >= request.mode.compiles:
@@ -139,6 +142,13 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
         return []
     source = " by estimate" if best.stage is Stage.estimate else ""
     return [f"Equally fast as #1{source}, within {percent_text(EQUAL_RATIO - 1)}: {', '.join(tied_places)}."]
+
+
+def describe_intervals(rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line that says why compiled layouts have no interval, or an empty list if all have one."""
+    if all(row.interval for row in rows if row.stage is Stage.compile):
+        return []
+    return [f"The interval of compiled layouts is {describe_range(None)}."]
 
 
 def suggest_compile(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
