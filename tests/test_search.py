@@ -24,6 +24,7 @@ from reported import GOLDEN_FOLDER
 from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms.gpu import Gpu
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
@@ -525,6 +526,7 @@ def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
         tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request(*arguments)).fitting
     }
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
+    monkeypatch.setattr(Gpu, "compiler_install_hint", lambda self, target: "the compiler is missing")
     status, answer, _, printed = search(*arguments)
     assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about.target == "v5e-8"
     assert "only for h100-8:" in printed

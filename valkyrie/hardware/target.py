@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from valkyrie.hardware.figures import GpuFigures, SplashBundles
 from valkyrie.hardware.platforms import get_platform, platform_problems
 from valkyrie.hardware.slices import (
     TWISTED_SUFFIX,
@@ -46,30 +47,6 @@ class ReplayConfig:
 
 
 @dataclass
-class SplashBundles:
-    """Numbers of VLIW bundles (instructions) of a splash attention kernel on one core, bfloat16, causal.
-
-    Each list has the numbers for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
-    libtpu compiled the kernels alone, with a batch and residuals. The numbers were read from its dumps
-    (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`). In `*-final_bundles.txt`, the loop over the
-    grid begins at `LB:`. Its last three forward branches (`sbr.rel`) skip the start of a row, the block, and the end of
-    a row; the bundles that a branch skips belong to that region, and all others to a step. A bundle takes at least one
-    cycle. Longer grids, grouped heads and kernels without a batch change a step by up to 80 bundles. Segment ids and
-    local masks add up to 8% to a block.
-
-    Args:
-        step: Any step of the grid, even at a block that the mask skips: fetching, index arithmetic, and clearing dq in
-            the fused backward pass.
-        block: A block that the mask does not skip.
-        ends: Start and end of a row of blocks (dkv: a column): clearing the sums, then normalising and writing.
-    """
-
-    step: list[int] = field(default_factory=list)
-    block: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-
-@dataclass
 class ChipConfig:
     """One accelerator chip. Figures are per chip; `conf/target/chip/*.yaml` has their sources.
 
@@ -97,13 +74,14 @@ class ChipConfig:
         host_gbs: One-way GB/s between device and host memory over PCIe. The default is gen 4 x8, used up to v5p
             (scaling book).
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
+        gpu: Figures of an NVIDIA GPU that XLA needs to compile for it, or null.
         rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
             `skypilot`.
         usd_per_hour: On-demand price. Shipped files have published prices, which users can override.
         spot_usd_per_hour: Price of interruptible chips. Shipped files leave it null.
         compiler_name: libtpu's name of the chip. `compiler_options` are further arguments of `get_topology_desc`.
         xla_options: Compiler options of a step; null removes an option.
-        xla_options_until: Last libtpu version that accepts an option.
+        xla_options_until: Last version of the compiler (libtpu, jaxlib for GPUs) that accepts an option.
         device_kinds: Names that JAX reports as `device_kind`.
         estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
         replay: Correction of replayed times.
@@ -133,6 +111,7 @@ class ChipConfig:
     cores: int = 1
     host_gbs: float = 16.0
     splash_bundles: dict[str, SplashBundles] = field(default_factory=dict)
+    gpu: GpuFigures | None = None
     rented_as: dict[str, str] = field(default_factory=dict)
     usd_per_hour: float | None = None
     spot_usd_per_hour: float | None = None

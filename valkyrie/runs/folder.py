@@ -55,7 +55,8 @@ _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-na
 _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
 """Flags of Hydra that take their value from the next argument."""
 
-_PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
+_PACKAGES += ("orbax-checkpoint", "grain", "numpy")
 """Packages with an effect on the results of a run. `package_versions` records their versions."""
 
 

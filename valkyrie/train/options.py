@@ -10,6 +10,7 @@ from importlib import metadata
 
 from valkyrie.foreign_errors import unknown_option, unreadable_option
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.problems import suggest
 
@@ -24,12 +25,6 @@ MEMORY_SAVING_OPTIONS = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enab
 
 TO_OVERLAP = "needed to overlap"
 """Origin of options added because the program overlapped no communication with compute without them."""
-OVERLAP_OPTIONS = {"xla_tpu_scheduler_percent_shared_memory_limit": "100", "xla_latency_hiding_scheduler_rerun": "2"}
-"""TPU options with which the scheduler overlaps communication although the program nearly fills the memory.
-
-Without them it gives up if its schedule exceeds its limit, and starts every transfer where its result is needed: 9.86
-instead of 8.12 s for a step of 64 layers of 8192 on v5p-128 (experiments/LOG.md).
-"""
 
 
 class OptionRefusedError(ValueError):
@@ -65,7 +60,8 @@ def collect_options(chip: ChipConfig | None, computed_options: dict[str, str]) -
     """
     requested_options = dict(chip.xla_options) if chip else {}
     shipped_options = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
-    for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _is_libtpu_after(until)]:
+    last_versions = chip.xla_options_until if chip else {}
+    for name in [name for name, until in last_versions.items() if chip and _has_later_compiler(chip, until)]:
         if name in shipped_options and requested_options.get(name) == shipped_options[name]:
             del requested_options[name]
     options = [
@@ -139,12 +135,13 @@ def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
     return None
 
 
-def _is_libtpu_after(version: str) -> bool:
-    """Return whether a libtpu later than this version is installed."""
+def _has_later_compiler(chip: ChipConfig, version: str) -> bool:
+    """Return whether a later version of the chip's compiler is installed."""
     try:
-        return _version_numbers(metadata.version("libtpu")) > _version_numbers(version)
+        installed = metadata.version(get_platform(chip.platform).compiler_packages[0])
     except metadata.PackageNotFoundError:
         return False
+    return _version_numbers(installed) > _version_numbers(version)
 
 
 def _version_numbers(version: str) -> list[int]:

@@ -228,7 +228,8 @@ class StepProgram:
     @property
     def compiler_options(self) -> dict[str, str] | None:
         """The values of `options` for the compiler, or None if there are none."""
-        return {option.name: option.value for option in self.options if option.value is not None} or None
+        values = {option.name: option.value for option in self.options if option.value is not None}
+        return get_platform(self.backend).spell_options(values) or None
 
     @cached_property
     def options(self) -> list[Option]:

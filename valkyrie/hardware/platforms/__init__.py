@@ -6,6 +6,7 @@ To add a platform, add a module here. These modules import JAX only inside metho
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.problems import Problem, ProblemCode, ProblemError
@@ -42,9 +44,13 @@ class Platform(ABC):
         has_torus: A torus joins the chips, and the compiler knows their positions.
         rented_as_slices: Clouds rent its chips by the slice.
         compiles_without_devices: Its compiler needs no device.
+        compiler_packages: Packages whose versions decide the compiled program, the one that names the version of
+            compiler options first.
         compile_note: Printed when compiling for it, or None.
         memory_limit_option: Compiler option for the memory of a device in MiB, or None if the compiler never refuses
             programs that are too large.
+        memory_setting: The setting that limits the memory a program may use.
+        overlap_options: Compiler options with which a program that nearly fills the memory overlaps communication.
         peak_has_code: The result of `peak_bytes` includes the program's code.
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
         replay: Key in `valkyrie.search.compile.replayed.REPLAY_FUNCTIONS` of the function that replays its compiled
@@ -70,8 +76,11 @@ class Platform(ABC):
     has_torus: bool = False
     rented_as_slices: bool = False
     compiles_without_devices: bool = False
+    compiler_packages: tuple[str, ...] = ("jaxlib",)
     compile_note: str | None = None
     memory_limit_option: str | None = None
+    memory_setting: str = "target.chip.usable_hbm_gib"
+    overlap_options: Mapping[str, str] = MappingProxyType({})
     peak_has_code: bool = True
     has_estimate_errors: bool = False
     replay: str | None = None
@@ -185,6 +194,18 @@ class Platform(ABC):
             gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.
         """
         return saved_bytes + loss_bytes + group_bytes + named_bytes
+
+    def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
+        """Return what the compiler knows about a device, as part of cache keys."""
+        return device_kind
+
+    def spell_options(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Return compiler options, with values such as `true`, as the platform's compiler reads them."""
+        return dict(options)
+
+    def lowering_for(self, chip: ChipConfig | None) -> contextlib.AbstractContextManager[None]:
+        """Return a context for lowering programs for a chip whose devices are only described."""
+        return contextlib.nullcontext()
 
     def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
         """Return the compiler options of a training step, in addition to the chip's.

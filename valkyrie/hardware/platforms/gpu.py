@@ -1,9 +1,12 @@
-"""The GPU platform. XLA compiles only for GPUs of this machine."""
+"""The GPU platform. XLA compiles for NVIDIA GPUs on a machine without one, from the figures of the chip."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,12 @@ if TYPE_CHECKING:
 
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Environment variable with the share of a GPU's memory that JAX reserves. The rest is for CUDA, NCCL and cuDNN."""
+_CUDA_VERSION, _CUDNN_VERSION = (13, 0, 0), (9, 12, 0)
+"""Versions that programs are compiled for. XLA chooses cuDNN's attention kernels only from cuDNN 9."""
+_INSTALL = "`uv sync --extra gpu-compile` in the clone; no GPU is needed."
+
+_described_devices: dict[tuple[str, str], tuple[Any, ...]] = {}
+"""Devices to compile for, by topology and target config."""
 
 
 class Gpu(Platform):
@@ -23,7 +32,10 @@ class Gpu(Platform):
     aliases = ("cuda", "rocm")
     lowering_name = "cuda"
     extra = "cuda"
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    compiles_without_devices = True
+    compiler_packages = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    memory_setting = _MEMORY_FRACTION
     attention = "cudnn"
     scan = "associative"
     example_chip = "h100"
@@ -45,29 +57,140 @@ class Gpu(Platform):
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
-    def compile_environment(self) -> Mapping[str, str]:
-        """Return no variables, so that GPUs stay visible: XLA compiles only for visible ones."""
-        return {}
+    def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
+        """Return the target config of a chip, or the device kind if the chip has none."""
+        return device_kind if chip is None or chip.gpu is None else _target_config(chip)
+
+    def spell_options(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Return the options with `True` for `true` and `False` for `false`, as XLA reads them."""
+        return {name: {"true": "True", "false": "False"}.get(value, value) for name, value in options.items()}
+
+    def compiler_install_hint(self, target: TargetConfig) -> str | None:
+        """Return a message with the command that installs XLA's compiler for GPUs, or None if it is complete.
+
+        The compiler is JAX's CUDA plugin of the same version as jaxlib, and `ptxas`.
+        """
+        need = f"target={target.describe()} is compiled by JAX's CUDA plugin"
+        plugin = next((plugin for plugin in self.plugins if importlib.util.find_spec(plugin)), None)
+        if plugin is None:
+            return f"{need}, which is not installed. Install it with {_INSTALL}"
+        package = plugin.replace("_", "-")
+        versions = {name: metadata.version(name) for name in ("jaxlib", package, package.replace("plugin", "pjrt"))}
+        if len({*versions.values()}) > 1:
+            listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+            return f"{need}, whose version must be that of jaxlib, but the versions are {listed}. Run {_INSTALL}"
+        if not _has_ptxas():
+            return f"{need}, which needs ptxas, and ptxas is not installed. Install it with {_INSTALL}"
+        return None
+
+    def missing_figures_message(self, chip: ChipConfig, compute_dtype: str = "bfloat16") -> str | None:
+        """Return an error message that lists the figures missing for compiling and predicted step times, or None."""
+        message = super().missing_figures_message(chip, compute_dtype)
+        if message is None and chip.gpu is None:
+            return (
+                f"target.chip={chip.name} sets no gpu, the figures that XLA compiles for. Begin {chip.name}.yaml with "
+                f"`defaults: [{self.example_chip}, _self_]`, or set target.chip.gpu."
+            )
+        return message
 
     def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
-        """Return the GPUs of this machine. Raises ValueError if there are fewer than `size`."""
-        import jax
+        """Return the GPUs of a target to compile for, as XLA describes them.
 
-        try:
-            devices = jax.devices(self.jax_name)
-        except RuntimeError:
+        Their `coords` are the NVLink domain, the host in it, and the GPU in the host. Raises ValueError if the compiler
+        or figures of the chip are missing.
+        """
+        chip = target.chip
+        if chip is None or chip.gpu is None or target.chips is None:
             raise ValueError(
-                f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, but JAX finds "
-                "none. Run `uv sync --extra cuda` in the clone and compile on a machine with this GPU, or use a TPU "
-                "target, which compiles anywhere."
-            ) from None
-        if len(devices) < size:
-            raise ValueError(
-                f"target={target.describe()}: the mesh needs {size} GPUs, but this machine has {len(devices)} x "
-                f"{devices[0].device_kind}, and XLA compiles only for GPUs that it can see. Use a smaller mesh, or a "
-                "TPU target, which compiles anywhere."
+                f"target={target.describe()} does not name GPUs that XLA can compile for. Use a target such as "
+                "target=h100-8."
             )
-        return devices
+        if problem := self.compiler_install_hint(target) or self.missing_figures_message(chip):
+            raise ValueError(problem)
+        from jax.experimental import topologies
+
+        shape, config = f"{target.hosts}x1x{target.chips // target.hosts}", _target_config(chip)
+        # JAX refuses a program with devices of two descriptions, even of the same topology.
+        if (key := (shape, config)) not in _described_devices:
+            described = topologies.get_topology_desc(platform="cuda", topology=shape, target_config=config)
+            _described_devices[key] = tuple(described.devices)
+        return list(_described_devices[key])
+
+    @contextlib.contextmanager
+    def lowering_for(self, chip: ChipConfig | None) -> Iterator[None]:
+        """Make JAX lower cuDNN attention for a chip in this context.
+
+        JAX asks the installed cuDNN and the attached GPU what they support. In this context, the chip answers.
+        """
+        if chip is None or chip.gpu is None:
+            yield
+            return
+        from jax._src.cudnn import fused_attention_stablehlo as attention
+
+        capability = chip.gpu.capability_numbers
+        major, minor, patch = _CUDNN_VERSION
+        answers = {
+            "check_cudnn_version": lambda: 10000 * major + 100 * minor + patch,
+            "check_compute_capability": lambda least: capability >= _numbers(least),
+            "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
+        }
+        saved = {name: getattr(attention, name) for name in answers}
+        try:
+            for name, answer in answers.items():
+                setattr(attention, name, answer)
+            yield
+        finally:
+            for name, function in saved.items():
+                setattr(attention, name, function)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _has_ptxas() -> bool:
+    """Return whether XLA finds `ptxas`: in an installed package `nvidia`, in CUDA_HOME, or on PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = spec.submodule_search_locations if spec is not None else None
+    found = (file for folder in packages or () for file in Path(folder).glob("*/bin/ptxas"))
+    toolkits = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", *os.environ.get("PATH", "").split(os.pathsep)]
+    return any(found) or any((Path(folder) / "ptxas").is_file() for folder in toolkits)
+
+
+def _target_config(chip: ChipConfig) -> str:
+    """Return the text of a `GpuTargetConfigProto`, which describes a chip to XLA. `chip.gpu` must be set.
+
+    Uses only fields that all supported versions of XLA know. XLA ends the process without a message if a field such as
+    `threads_per_warp` is missing. XLA chooses its cost tables by the name.
+    """
+    figures, name = chip.gpu, chip.device_kinds[0] if chip.device_kinds else chip.name
+    assert figures is not None
+    memory_bytes, memory_rate = int((chip.usable_hbm_gib or chip.hbm_gib or 0) * 2**30), (chip.hbm_gbs or 0.0) * 1e9
+    major, minor = figures.capability_numbers
+    feature = "feature_extension: ACCELERATED_FEATURES" if figures.capability.endswith("a") else ""
+    cuda_text, cudnn_text = (".".join(map(str, version)) for version in (_CUDA_VERSION, _CUDNN_VERSION))
+    cuda, cudnn = ("major: {} minor: {} patch: {}".format(*version) for version in (_CUDA_VERSION, _CUDNN_VERSION))
+    return f"""
+gpu_device_info {{
+  name: "{name}" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+  core_count: {figures.sms} fpus_per_core: {figures.fp32_units} clock_rate_ghz: {figures.clock_ghz}
+  memory_bandwidth: {int(memory_rate)} device_memory_size: {memory_bytes} l2_cache_size: {figures.l2_bytes}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: {figures.shared_bytes}
+  shared_memory_per_block_optin: {figures.shared_bytes - 1024}
+  driver_version: "{cuda_text}" runtime_version: "{cuda_text}" compile_time_toolkit_version: "{cuda_text}"
+  dnn_version: "{cudnn_text}" device_address_bits: 64 pcie_bandwidth: 64000000000 ecc_enabled: true
+  device_interconnect_info {{ active_links: {figures.nvlinks} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ {cudnn} }}
+runtime_version {{ {cuda} }}
+device_description_str: "{name}"
+"""
 
 
 PLATFORM = Gpu()

@@ -22,6 +22,7 @@ from valkyrie.checksums import digest
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.config.modes import HLO_TEXT_FILE, MODULE_FILE, SHAPING_KEYS
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import platforms
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.paths import cache_root, publish_folder, source_digest
@@ -36,7 +37,7 @@ OUTCOME_FILE, PROGRAM_FILE = "outcome.json", "program.json"
 _UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """Settings of a chip that affect neither the program nor its replay."""
 _UNUSED_FLAG_PREFIXES = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
-_COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
+_COMPILER_PACKAGES = ("jax", *{package for platform in platforms() for package in platform.compiler_packages})
 """Packages with versions that are part of a program's key."""
 _SOURCE_LOCATION_PATTERN = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 

@@ -115,10 +115,12 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
     mesh = build_mesh(run.config.mesh, devices)
     program = StepProgram(run, mesh, backend=devices[0].platform)
     start_time = time.perf_counter()
-    lowered = program.lower_step()
+    with get_platform(program.backend).lowering_for(run.config.target.chip):
+        lowered = program.lower_step()
     lower_s = time.perf_counter() - start_time
     values = {option.name: str(option.value) for option in program.options}
-    kind, positions = devices[0].device_kind, device_positions(mesh)
+    platform, positions = get_platform(program.backend), device_positions(mesh)
+    kind = platform.describe_device(devices[0].device_kind, run.config.target.chip)
     limits = (NEARLY_FULL, NEGLIGIBLE_OVERLAP, MIN_EXPOSED, usable_hbm(run.config.target.chip))
     key = program_key(lowered.as_text(debug_info=True), values, kind, positions, limits)
     record = (
@@ -132,9 +134,9 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
         return _too_large_outcome(run, record.shortage, record.reason)
     assert record.memory is not None and record.module_sha256 is not None
     needed, usable = record.memory.peak, usable_hbm(run.config.target.chip)
-    if usable is not None and needed > usable:  # target.chip.usable_hbm_gib can be lower than the compiler's own limit
+    if usable is not None and needed > usable:  # the compiler's own limit can be higher, or missing
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
-        reason = f"target.chip.usable_hbm_gib allows {limit} per device, but the step needs {needs}"
+        reason = f"{platform.memory_setting} allows {limit} per device, but the step needs {needs}"
         return _too_large_outcome(run, MemoryReport(needed=needed, usable=usable), reason)
     step = CompiledStep(
         program=key,
@@ -246,7 +248,7 @@ def compile_for_overlap(
     usable: int,
     replay_fn: Callable[[Any], Replay],
 ) -> tuple[Any, list[Option]]:
-    """Compile a program that nearly fills the memory and overlaps no communication again, with `OVERLAP_OPTIONS`.
+    """Compile a program that nearly fills the memory and overlaps no communication again, with `overlap_options`.
 
     Returns the faster of the two programs by replay and its options, or the first one if the other does not fit or
     does not compile.
@@ -259,12 +261,13 @@ def compile_for_overlap(
         usable: Usable memory of a device, in bytes.
         replay_fn: Replays a compiled program.
     """
-    from valkyrie.train.options import OVERLAP_OPTIONS, TO_OVERLAP, add_options
+    from valkyrie.train.options import TO_OVERLAP, add_options
 
     def fits(program: Any) -> bool:
         return platform.peak_bytes(program.memory_analysis()) <= usable
 
-    overlap_options, sizes = add_options(options, OVERLAP_OPTIONS, TO_OVERLAP), compiled.memory_analysis()
+    overlap_options = add_options(options, platform.overlap_options, TO_OVERLAP)
+    sizes = compiled.memory_analysis()
     is_nearly_full = sizes is not None and platform.peak_bytes(sizes) >= NEARLY_FULL * usable
     if not is_nearly_full or overlap_options == options:
         return compiled, options

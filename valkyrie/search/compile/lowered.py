@@ -251,7 +251,8 @@ def compile_program(
     settings = {name: repr(value) for name, value in program.overrides.items()}
     settings |= {"options": digest(program.options.hex()), "torus": f"{target.topology} {target.slices}"}
     text, locations = split_locations(program.text)
-    key = program_key(text, settings, mesh.devices.flat[0].device_kind, device_positions(mesh))
+    kind = get_platform(target.platform).describe_device(mesh.devices.flat[0].device_kind, target.chip)
+    key = program_key(text, settings, kind, device_positions(mesh))
     folder = programs_folder() / key
     if (record := read_program(folder)) is not None:
         with contextlib.suppress(OSError, RecordError):

@@ -109,7 +109,7 @@ def predict_function(
     from valkyrie.search.compile.executable import device_positions
 
     start_time = time.perf_counter()
-    lowered, compiled = _lower(function, arguments, kwargs, options)
+    lowered, compiled = _lower(function, arguments, kwargs, options, target)
     lower_s = time.perf_counter() - start_time
     program_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
     _refuse_other_mesh(mesh, program_mesh)
@@ -120,7 +120,7 @@ def predict_function(
             "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
         )
     _refuse_other_devices(mesh, target)
-    work, texts = work or ProgramWork(), _option_texts(options or {})
+    work, texts = work or ProgramWork(), _option_texts(options or {}, target)
     name, axes = work.name or _function_name(function), {str(axis): int(size) for axis, size in mesh.shape.items()}
     user_options = tuple(Option(key, text, USER) for key, text in texts.items())
     if compiled is not None:
@@ -232,8 +232,8 @@ def _compile_in_process(
     from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
     from valkyrie.search.compile.executable import without_cache
 
-    texts: dict[str, str | bool] = {option.name: option.value for option in options if option.value is not None}
     platform, start_time = get_platform(mesh.devices.flat[0].platform), time.perf_counter()
+    texts: dict[str, str | bool] = {option.name: option.value for option in options if option.value is not None}
 
     def compile(compiler_options: dict[str, str | bool] | None = None) -> Any:
         return lowered.compile(compiler_options=compiler_options or texts or None)
@@ -343,7 +343,11 @@ def foreign_program(work: ProgramWork, name: str, target: Slice, axes: Mapping[s
 
 
 def _lower(
-    function: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None
+    function: Any,
+    arguments: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    target: Slice,
 ) -> tuple[Any, Any]:
     """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
@@ -361,7 +365,8 @@ def _lower(
     if isinstance(function, jax.stages.Lowered):
         return function, None
     require_function(function, "predict")
-    return _unwrap(function.lower(*arguments, **kwargs)), None
+    with get_platform(target.platform).lowering_for(target.chip):
+        return _unwrap(function.lower(*arguments, **kwargs)), None
 
 
 def _unwrap(program: Any) -> Any:
@@ -396,8 +401,8 @@ def is_pmapped(function: object) -> bool:
     return getattr(getattr(function, "lower", None), "__module__", None) == "jax._src.pmap"
 
 
-def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Format compiler options for the compiler, without those that are None.
+def _option_texts(options: Mapping[str, Any], target: Slice) -> dict[str, str]:
+    """Format compiler options for the compiler of a target, without those that are None.
 
     Raises TypeError if a name is not a string, or a value not a string, boolean or number.
     """
@@ -405,7 +410,8 @@ def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float | None):
             usage = 'options= maps names of compiler options to strings, booleans or numbers, such as {"xla_foo": True}'
             raise TypeError(f"{usage}, not {{{name!r}: {value!r}}}.")
-    return {name: text for name, value in options.items() if (text := option_text(value)) is not None}
+    texts = {name: text for name, value in options.items() if (text := option_text(value)) is not None}
+    return get_platform(target.platform).spell_options(texts)
 
 
 def _function_name(function: Any) -> str:

@@ -1,0 +1,59 @@
+"""Figures of chips that only one platform has: instruction counts of TPU kernels, and the parts of an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SplashBundles:
+    """Numbers of VLIW bundles (instructions) of a splash attention kernel on one core, bfloat16, causal.
+
+    Each list has the numbers for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
+    libtpu compiled the kernels alone, with a batch and residuals. The numbers were read from its dumps
+    (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`). In `*-final_bundles.txt`, the loop over the
+    grid begins at `LB:`. Its last three forward branches (`sbr.rel`) skip the start of a row, the block, and the end of
+    a row; the bundles that a branch skips belong to that region, and all others to a step. A bundle takes at least one
+    cycle. Longer grids, grouped heads and kernels without a batch change a step by up to 80 bundles. Segment ids and
+    local masks add up to 8% to a block.
+
+    Args:
+        step: Any step of the grid, even at a block that the mask skips: fetching, index arithmetic, and clearing dq in
+            the fused backward pass.
+        block: A block that the mask does not skip.
+        ends: Start and end of a row of blocks (dkv: a column): clearing the sums, then normalising and writing.
+    """
+
+    step: list[int] = field(default_factory=list)
+    block: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@dataclass
+class GpuFigures:
+    """Hardware figures of an NVIDIA GPU, as in XLA's `GpuTargetConfigProto`.
+
+    Args:
+        capability: CUDA compute capability, such as `8.0`. The suffix `a` (`9.0a`) adds instructions that only this
+            generation has.
+        sms: Streaming multiprocessors.
+        fp32_units: FP32 units of a multiprocessor.
+        clock_ghz: Maximum clock.
+        l2_bytes: Size of the L2 cache.
+        shared_bytes: Shared memory of a multiprocessor.
+        nvlinks: NVLinks of a GPU; 0 for PCIe only.
+    """
+
+    capability: str = ""
+    sms: int = 0
+    fp32_units: int = 128
+    clock_ghz: float = 0.0
+    l2_bytes: int = 0
+    shared_bytes: int = 0
+    nvlinks: int = 0
+
+    @property
+    def capability_numbers(self) -> tuple[int, int]:
+        """Major and minor number of `capability`."""
+        major, minor = self.capability.removesuffix("a").split(".")
+        return int(major), int(minor)
