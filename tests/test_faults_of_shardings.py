@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -212,20 +213,39 @@ def test_an_axis_that_splits_nothing_is_found() -> None:
     assert "4 of the 8 devices" in found_faults[FaultCode.unused_axis].text
 
 
-def test_products_that_devices_repeat_are_found() -> None:
-    mesh = cpu_mesh(data=4, model=2)
+@pytest.mark.parametrize(
+    ("axes", "batch_axes", "batch"),
+    [
+        ({"data": 4, "model": 2}, ("data",), 64),
+        ({"data": 2, "spare": 2, "model": 2}, ("data", "spare"), 36),  # not a multiple of 8
+    ],
+)
+def test_products_that_devices_repeat_are_found_and_split_by_the_remedy(
+    axes: dict[str, int], batch_axes: tuple[str, ...], batch: int
+) -> None:
+    mesh = cpu_mesh(**axes)
+    specs = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec(batch_axes)
+    shapes = (EMBED, EMBED), (EMBED, MLP), (batch, EMBED)
+    arguments = tuple(struct(mesh, shape, spec) for shape, spec in zip(shapes, specs, strict=True))
 
-    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
-        y = jnp.sin(x @ w)  # the same on both devices along `model`
-        return y @ v
+    def compile_step(**constraints: PartitionSpec) -> PartitionedProgram:
+        def constrain(name: str, array: jax.Array) -> jax.Array:
+            spec = constraints.get(name)
+            return array if spec is None else with_sharding_constraint(array, NamedSharding(mesh, spec))
 
-    shapes = (EMBED, EMBED), (EMBED, MLP), (BATCH, EMBED)
-    specs = PartitionSpec(), PartitionSpec(None, "model"), DATA
-    found_faults = faults_by_code(
-        compile_program(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs)))
-    )
+        def step(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+            y = constrain("y", constrain("x", x) @ w)  # without a constraint, the same on both devices along `model`
+            return jnp.sin(y) @ v
+
+        return compile_program(mesh, jax.jit(step), arguments)
+
+    found_faults = faults_by_code(compile_step())
     assert found_faults.keys() == {FaultCode.repeated_compute}
-    assert "up to 2.0 times" in found_faults[FaultCode.repeated_compute].text
+    fault = found_faults[FaultCode.repeated_compute]
+    assert fault.mesh_axes == ("model",) and "model=2" in fault.text and "up to 2.0 times" in fault.text
+    assert "x) @ w" in line_of(fault.source)
+    ((name, spec),) = re.findall(r"([xy]) = .* NamedSharding\(mesh, (PartitionSpec\(.*\))\)\)\.", fault.remedy)
+    assert "model" in spec and not find_faults(compile_step(**{name: eval(spec)}))
 
 
 def test_replicated_state_is_found_if_memory_is_short() -> None:
@@ -384,6 +404,18 @@ def test_gathers_without_a_line_are_not_counted_for_a_constraint_on_an_argument(
     weights = replace(next(use for use in replay.collectives if use.kind == "all-gather"), source="")
     program = replace(program, replay=replace(replay, collectives=[*replay.collectives, weights]))
     assert faults_by_code(program)[FaultCode.whole_batch].seconds == fault.seconds
+
+
+def test_gathers_without_a_line_are_not_taken_for_those_of_a_batch() -> None:
+    mesh = cpu_mesh(data=8)
+    arguments = struct(mesh, (EMBED, MLP), PartitionSpec()), struct(mesh, (BATCH * SEQ, EMBED), DATA)
+    program = compile_program(mesh, jax.jit(partial(gathers_the_batch, mesh)), arguments)
+    assert FaultCode.gathered_batch in faults_by_code(with_waits(program))
+    assert program.module is not None
+    for module in (program.module, program.unpartitioned.module):
+        for instruction in (i for c in module.computations for i in c.instructions):
+            object.__setattr__(instruction, "source", "")
+    assert FaultCode.gathered_batch not in faults_by_code(with_waits(program))
 
 
 def test_a_constraint_without_a_line_is_described() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from valkyrie.compiled.hlo import Instruction
 from valkyrie.compiled.whole import BatchDimension
@@ -17,10 +17,16 @@ MAX_LINES = 5
 
 def batch_spec(program: PartitionedProgram, dimension: BatchDimension, array: Instruction) -> str:
     """Return the `PartitionSpec` that splits a batch dimension of an array, as code."""
-    position = program.unpartitioned.find_positions(array, dimension)[0]
-    names = [repr(axis) for axis in dimension.mesh_axes]
-    split = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    return f"PartitionSpec({', '.join(['None'] * position + [split])})"
+    return format_spec({program.unpartitioned.find_positions(array, dimension)[0]: dimension.mesh_axes})
+
+
+def format_spec(mesh_axes: Mapping[int, Sequence[str]]) -> str:
+    """Return the `PartitionSpec` that splits dimensions, given by number, over mesh axes, as code."""
+    entries = []
+    for position in range(max(mesh_axes) + 1):
+        names = [repr(axis) for axis in mesh_axes.get(position, ())]
+        entries.append("None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})")
+    return f"PartitionSpec({', '.join(entries)})"
 
 
 def describe_replication(constraints: Sequence[Instruction]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from valkyrie.axes import axes_text
@@ -28,8 +28,9 @@ from valkyrie.search.compile.fault_texts import (
     format_line,
     list_lines,
 )
-from valkyrie.search.compile.partitioned import PartitionedProgram
+from valkyrie.search.compile.partitioned import Origin, PartitionedProgram, find_origin
 from valkyrie.search.compile.prediction import short_cause
+from valkyrie.search.compile.repeated import find_repeated_compute, repeated_seconds
 from valkyrie.units import decimal_bytes_text, duration_text, gib_text, percent_text
 
 MIN_SHARE = 0.05
@@ -49,8 +50,6 @@ MIN_WHOLE_BATCH_SHARE = 0.25
 
 The forward pass has 1/3 of them, so a line is also reported if only its forward pass computes the whole batch.
 """
-MIN_REPEATED_RATIO = 1.25
-"""A source line repeats work if its FLOPs after partitioning, summed over devices, are this many times those before."""
 LANES = 128
 """Lanes of a TPU's vector registers. Smaller dimensions are padded to them. v6e's matrix unit is twice as wide."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
@@ -75,23 +74,8 @@ def find_faults(program: PartitionedProgram) -> tuple[Fault, ...]:
         *_find_padding(program),
     ]
     if not any(fault.code is FaultCode.unused_axis for fault in faults):
-        faults += _find_repeated_compute(program, lines)
+        faults += find_repeated_compute(program, lines, MIN_SHARE)
     return tuple(sorted(faults, key=lambda fault: -(fault.seconds or 0.0)))
-
-
-class _Origin(NamedTuple):
-    """Source line and name of a JAX operation, which are the same before and after partitioning.
-
-    Only `whole_batch` matches operations by both: `gathered_batch` matches lines and shapes, `repeated_compute` lines.
-    """
-
-    source: str
-    name: str
-
-
-def _origin(instruction: Instruction) -> _Origin:
-    op_name, source = find_cause(instruction)
-    return _Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
 def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[str]]:
@@ -102,12 +86,12 @@ def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[s
     """
     whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
-    by_origin: dict[_Origin, list[MatrixProduct]] = defaultdict(list)
+    by_origin: dict[Origin, list[MatrixProduct]] = defaultdict(list)
     for product in program.unpartitioned_products:
-        by_origin[_origin(product.instruction)].append(product)
+        by_origin[find_origin(product.instruction)].append(product)
     total_flops: dict[str, float] = defaultdict(float)
     for product in program.local_products:
-        origin = _origin(product.instruction)
+        origin = find_origin(product.instruction)
         total_flops[origin.source] += product.flops
         matches = [
             (candidate.instruction, unsplit)
@@ -127,7 +111,7 @@ def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[s
             constraints = program.unpartitioned.find_replications(dimension, group)
             seconds = _whole_batch_seconds(program, dimension, group, constraints)
             if group and seconds >= MIN_SHARE * program.step_s:
-                products = {p for p in matched_products[dimension] if _origin(p).source in group}
+                products = {p for p in matched_products[dimension] if find_origin(p).source in group}
                 faults.append(_whole_batch_fault(program, dimension, group, products, constraints, seconds))
                 lines |= group
     return faults, lines
@@ -143,14 +127,9 @@ def _find_whole_dimension(
     whole_by_dimension: dict[BatchDimension, bool] = {}
     for array, dimensions in zip((product, *product.operands[:2]), unsplit, strict=True):
         for number, dimension in program.unpartitioned.batch_dimensions(array).items():
-            if _count_parts(program, dimension.mesh_axes) > 1:
+            if program.count_parts(dimension.mesh_axes) > 1:
                 whole_by_dimension[dimension] = whole_by_dimension.get(dimension, True) and number in dimensions
     return next((dimension for dimension, whole in whole_by_dimension.items() if whole), None)
-
-
-def _count_parts(program: PartitionedProgram, mesh_axes: Iterable[str]) -> int:
-    """Return the number of parts into which mesh axes split a dimension."""
-    return math.prod(program.mesh_axes.get(axis, 1) for axis in mesh_axes)
 
 
 def _whole_batch_seconds(
@@ -160,19 +139,14 @@ def _whole_batch_seconds(
 
     Includes the all-gathers for sharding constraints that replicate the batch.
     """
-    saved_share = 1 - 1 / _count_parts(program, dimension.mesh_axes)
+    saved_share = 1 - 1 / program.count_parts(dimension.mesh_axes)
     wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
     other_wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=[*program.mesh_axes]) - wait_s
     smaller_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) + other_wait_s
     gather_lines = {i.source for constraint in constraints for i in (constraint, constraint.operands[0])}
     gather_lines -= {*lines, ""}  # program arguments have no line
     wait_s += _sum_collectives(program, "all-gather", gather_lines).exposed_s
-    return wait_s + smaller_s * saved_share + _repeated_seconds(program, lines)
-
-
-def _repeated_seconds(program: PartitionedProgram, lines: Iterable[str]) -> float:
-    ratios = ((line, max(program.flops_ratios.get(line, 1.0), 1.0)) for line in lines)
-    return sum(program.sum_seconds([line], PartKind.matmul) * (1 - 1 / ratio) for line, ratio in ratios)
+    return wait_s + smaller_s * saved_share + repeated_seconds(program, lines)
 
 
 def _whole_batch_fault(
@@ -199,7 +173,7 @@ def _whole_batch_fault(
         first,
     )
     remedy = (
-        f"Constrain the activations before {format_line(_origin(first).source)} ({short_cause(first.op_name)}): "
+        f"Constrain the activations before {format_line(find_origin(first).source)} ({short_cause(first.op_name)}): "
         f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, {batch_spec(program, dimension, operand)}))."
     )
     if not any(
@@ -209,7 +183,7 @@ def _whole_batch_fault(
             " The lowered program has no sharding constraint. If your code has some, they were dropped: those of Flax "
             "are only applied under jax.set_mesh(mesh)."
         )
-    return Fault(FaultCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds)
+    return Fault(FaultCode.whole_batch, text, remedy, find_origin(first).source, dimension.mesh_axes, seconds)
 
 
 def _describe_ratio(program: PartitionedProgram) -> str:
@@ -219,22 +193,6 @@ def _describe_ratio(program: PartitionedProgram) -> str:
     if ratio < 1.05:
         return "No product is repeated, because the weights are split instead, and partial results are sent."
     return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
-
-
-def _find_repeated_compute(program: PartitionedProgram, known_lines: set[str]) -> Iterator[Fault]:
-    lines = {line for line, ratio in program.flops_ratios.items() if ratio >= MIN_REPEATED_RATIO} - known_lines
-    seconds = _repeated_seconds(program, lines)
-    if not lines or seconds < MIN_SHARE * program.step_s:
-        return
-    slowest = max(lines, key=lambda line: program.sum_seconds([line], PartKind.matmul))
-    ratio = max(program.flops_ratios[line] for line in lines)
-    text = (
-        f"Several devices compute the same matrix products, up to {ratio:.1f} times, in "
-        f"{list_lines(program, lines)}. This takes about {duration_text(seconds)} of the "
-        f"{duration_text(program.step_s)} step."
-    )
-    remedy = "Shard an operand of these products over the mesh axes that do not split them yet."
-    yield Fault(FaultCode.repeated_compute, text, remedy, slowest, (), seconds)
 
 
 def _find_unused_axes(program: PartitionedProgram) -> Iterator[Fault]:
@@ -261,7 +219,7 @@ def _find_unused_axes(program: PartitionedProgram) -> Iterator[Fault]:
 
 def _find_replicated_state(program: PartitionedProgram) -> Iterator[Fault]:
     replicated = [
-        a for a in program.unpartitioned.arguments if a.is_state and _count_parts(program, sum(a.mesh_axes, ())) == 1
+        a for a in program.unpartitioned.arguments if a.is_state and program.count_parts(sum(a.mesh_axes, ())) == 1
     ]
     size, usable = sum(a.shape.bytes for a in replicated), program.memory.usable
     saved = size * (1 - 1 / program.device_count)
@@ -324,7 +282,7 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
                 result = instruction.shape.leaves[-1]
                 dims = _sorted_dims(result)
                 dimension = batch_dims_by_line[source].get(dims)
-                if dimension is not None and dims not in other_dims_by_line[source]:
+                if source and dimension is not None and dims not in other_dims_by_line[source]:
                     gather_lines[dimension].add(source)
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)

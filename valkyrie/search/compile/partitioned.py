@@ -7,14 +7,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from valkyrie.compiled.collectives import find_cause
 from valkyrie.compiled.flops import MatrixProduct, list_products
-from valkyrie.compiled.hlo import Module
+from valkyrie.compiled.hlo import Instruction, Module
 from valkyrie.compiled.whole import UnpartitionedProgram
 from valkyrie.machine.replay import Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.prediction import MemoryReport
+
+
+class Origin(NamedTuple):
+    """Source line and name of a JAX operation, which are the same before and after partitioning.
+
+    Only `whole_batch` matches operations by both: `gathered_batch` matches lines and shapes, `repeated_compute` lines.
+    """
+
+    source: str
+    name: str
+
+
+def find_origin(instruction: Instruction) -> Origin:
+    """Return the source line and name of the JAX operation that an instruction comes from."""
+    op_name, source = find_cause(instruction)
+    return Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,10 @@ class PartitionedProgram:
     def device_count(self) -> int:
         """Number of devices in the mesh."""
         return math.prod(self.mesh_axes.values())
+
+    def count_parts(self, mesh_axes: Iterable[str]) -> int:
+        """Return the number of parts into which mesh axes split a dimension."""
+        return math.prod(self.mesh_axes.get(axis, 1) for axis in mesh_axes)
 
     @cached_property
     def unpartitioned_products(self) -> list[MatrixProduct]:
