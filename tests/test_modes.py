@@ -10,8 +10,10 @@ import pytest
 from helpers import mark_slow_except
 from runs import copy_run, run_train, start_training, tiny_arguments, trained_run
 from valkyrie.config.arguments import parse_run
+from valkyrie.config.modes import run_mode
 from valkyrie.problems import ProblemCode
 from valkyrie.runs.tracking import read_metrics
+from valkyrie.sweep.results import outcome_from_results
 from valkyrie.train import prepare
 
 
@@ -32,6 +34,10 @@ def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFi
     )
     assert expected in out
     assert err == ""
+    run = parse_run([*resume_arguments(folder, "mode=eval")])
+    assert run_mode(run) == 0
+    results = outcome_from_results(folder, run).results
+    assert results.eval_loss == pytest.approx(last["eval_loss"]) and results.steps == 6, "the record of a trial"
 
 
 @pytest.mark.slow

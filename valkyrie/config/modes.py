@@ -136,6 +136,10 @@ class ModeConfig(ABC):
         """Return the problems of this mode's settings."""
         return []
 
+    def trial_metrics(self) -> Mapping[str, float]:
+        """Return `eval_loss` and `step` after `run`, if known, for the trial of a mode without `results`."""
+        return {}
+
     def requested_files(self) -> tuple[str, ...]:
         """Return the files that a run writes in addition to its results."""
         return tuple(name for key, names in self.files.items() if getattr(self, key) for name in names)

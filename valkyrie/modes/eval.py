@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,4 +27,9 @@ class Config(ModeConfig):
         """Evaluate the run. Returns the exit status."""
         from valkyrie.train.modes import evaluate
 
-        return evaluate(run)
+        self._metrics = evaluate(run)
+        return 0
+
+    def trial_metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the evaluation."""
+        return self._metrics

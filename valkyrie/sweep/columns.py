@@ -145,6 +145,12 @@ _ALL_COLUMNS = (
     _Column("eval_loss", "evaluation loss", "loss", lambda r: r.trial.results.eval_loss),
     _Column("trained_loss", "loss", "loss", lambda r: r.trial.results.loss if r.trial.stage == "train" else None),
     _Column(
+        "evaluated_loss",
+        "evaluation loss",
+        "loss",
+        lambda r: r.trial.results.eval_loss if r.trial.stage == "eval" else None,
+    ),
+    _Column(
         "dollars_per_million_tokens",
         "$/Mtok",
         "dollars",
@@ -173,7 +179,7 @@ def select_columns(*names: str) -> list[Column[Row]]:
 _RATES = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
 TERMINAL_COLUMNS = select_columns(
     *("rank", "title", "settings", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes"),
-    *("trained_loss", "result"),
+    *("trained_loss", "evaluated_loss", "result"),
 )
 PAGE_COLUMNS = select_columns(
     *("rank", "label", "tokens_per_second_per_chip", "step_s", "seen", "outcome", "partition", "mesh", "alike"),

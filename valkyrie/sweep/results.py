@@ -90,10 +90,13 @@ def outcome_from_results(folder: Path, run: Run) -> Outcome:
     """Return the outcome of a run that ended without an error, from the results file of its mode.
 
     The status is `failed` if a prediction or measurement is missing, else the status in that file. Training runs, and
-    modes without a results file, are `ok`.
+    modes without a results file, are `ok`. The results of the latter are their `trial_metrics`.
     """
     if run.config.mode.results is None:
-        return Outcome(Status.ok)
+        metrics = run.config.mode.trial_metrics()
+        step = metrics.get("step")
+        results = TrialResult(eval_loss=metrics.get("eval_loss"), steps=None if step is None else int(step))
+        return Outcome(Status.ok, None, results)
     file = folder / run.config.mode.results
     if file.suffix == ".jsonl":
         return Outcome(Status.ok, None, training_results(file, run))

@@ -106,8 +106,8 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     return 0
 
 
-def evaluate(run: Run) -> int:
-    """Evaluate a trained run on its whole validation split and print the result. Returns 0."""
+def evaluate(run: Run) -> dict[str, float]:
+    """Evaluate a trained run on its whole validation split and print the result. Returns its metrics and the step."""
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console = make_console()
@@ -118,7 +118,7 @@ def evaluate(run: Run) -> int:
         with explain_oom(run, inputs.devices):
             result = Evaluator(program, inputs.data, inputs.tokenizer)(parameters, None)
         console.print(f"{folder.name} at step {step}: {program.task.describe(result)}")
-        return 0
+        return {**result, "step": step}
 
 
 def generate(run: Run) -> int:
