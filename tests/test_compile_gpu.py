@@ -5,13 +5,24 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from helpers import compose_run
+from valkyrie.compiled.collectives import Collective
+from valkyrie.compiled.flops import AttentionSize, ProductSize
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, gpu
+from valkyrie.hardware.position import Position
+from valkyrie.hardware.target import ChipConfig, build_topology
+from valkyrie.machine.gpu_network import NVLINK, NcclModel
+from valkyrie.machine.gpu_operations import GpuOpCostModel
+from valkyrie.machine.links import LinkSimulator, Transfer
+from valkyrie.machine.network import Machine
+from valkyrie.parallel.axis_links import DCN
 from valkyrie.search.compile.prediction import CompileStatus
+from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 
 needs_gpu_compiler = pytest.mark.skipif(
@@ -21,13 +32,13 @@ needs_gpu_compiler = pytest.mark.skipif(
 GPUS = [chip for chip in known_chips().values() if chip.platform == "gpu"]
 
 
+GPT = ("model=gpt_tiny", "mesh=16x1x1", "partition=fsdp", "target=h100-16", "batch=32", "mode=compile", "seq=256")
+
+
 @pytest.fixture(scope="session")
 def compiled_gpt() -> CompiledRun:
     """A step of gpt_tiny compiled for 16 H100s in two nodes."""
-    run = compose_run(
-        "model=gpt_tiny", "mesh=16x1x1", "partition=fsdp", "target=h100-16", "batch=32", "mode=compile", "seq=256"
-    )
-    return compile_layout(run, 300)
+    return compile_layout(compose_run(*GPT), 300)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +86,80 @@ def test_a_step_compiles_for_gpus_without_one(compiled_gpt: CompiledRun):
     assert compiled_gpt.status is CompileStatus.ok and step is not None, compiled_gpt.outcome.reason
     assert step.memory.peak and step.memory.headroom
     assert {position.coords for position in step.positions} == {(node, 0, i) for node in range(2) for i in range(8)}
+
+
+@needs_gpu_compiler
+def test_a_compiled_step_is_replayed(compiled_gpt: CompiledRun):
+    replay, uses = replay_program(compose_run(*GPT), compiled_gpt)
+    assert replay is not None and replay.flops > 0
+    assert replay.step_s == pytest.approx(sum(part.seconds for part in replay.parts))
+    kinds = {use.kind for use in uses}
+    assert {"all-gather", "reduce-scatter"} <= kinds and all(use.mesh_axes in ((), ("x",)) for use in uses)
+    assert {link for use in uses for link in use.bytes_by_torus_axis} == {NVLINK, DCN}
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+def test_large_products_run_near_the_best_measured_speed_and_small_ones_far_below(chip: ChipConfig):
+    model = GpuOpCostModel(chip)
+
+    def tflops(m: int, n: int, k: int) -> float:
+        return model._product_tflops(ProductSize(1, m, n, k, "bf16"), None)
+
+    assert chip.gpu is not None
+    assert 0.95 <= tflops(16384, 14336, 4096) / chip.gpu.best_tflops <= 1
+    assert tflops(256, 256, 256) < 0.02 * chip.gpu.best_tflops
+    assert tflops(4096, 4096, 64) == pytest.approx(tflops(4096, 4096, 256) / 4), "takes as long"
+    sizes = [tflops(size, size, size) for size in (256, 512, 1024, 2048, 4096, 8192)]
+    assert sizes == sorted(sizes)
+
+
+def test_causal_attention_counts_half_the_pairs_and_a_window_its_keys():
+    whole = AttentionSize(64, 8192, 8192, 128, is_causal=False, window=0, is_backward=False)
+    assert whole.flops == 4 * 64 * 8192**2 * 128
+    assert whole._replace(is_causal=True).flops == whole.flops / 2
+    assert whole._replace(is_causal=True, window=1024).flops == whole.flops / 8
+    assert whole._replace(is_backward=True).flops == 2.5 * whole.flops
+    model = GpuOpCostModel(known_chips()["h100"])
+    assert model._attention_tflops(whole) == pytest.approx(614.2)
+
+
+def network(target_name: str) -> NcclModel:
+    target = parse_target(target_name)
+    assert target.chip is not None and target.chips is not None
+    positions = tuple(Position(0, (i // 8, 0, i % 8), 0) for i in range(target.chips))
+    return NcclModel(Machine(target.chip, build_topology(target), positions, {"x": target.chips}))
+
+
+def collective(kind: str, groups: np.ndarray, size: float) -> Collective:
+    return Collective(kind, ("x",), "", "", 0.0, size, groups=groups)
+
+
+def test_collectives_within_a_node_take_the_measured_time():
+    h100 = network("h100-16")
+    nodes = np.arange(16).reshape(2, 8)
+    gather = h100.cost(collective("all-gather", nodes, 2.0**26))
+    assert gather.total_s == pytest.approx(2**26 / 314.2e9) and set(gather.busy_s) == {NVLINK}
+    assert h100.cost(collective("all-reduce", nodes, 1024.0)).total_s == pytest.approx(2**16 / 1.65e9)
+    assert gather.bytes_sent == pytest.approx(2**26 * 7 / 8)
+
+
+def test_collectives_between_nodes_use_the_network_card_of_every_gpu():
+    h100 = network("h100-64")
+    size = 2.0**30
+    whole = h100.cost(collective("all-gather", np.arange(64)[None], size))
+    assert whole.busy_s[DCN] == pytest.approx(size * 63 / 64 / (8 * 50e9 * 0.9))
+    outer = h100.cost(collective("all-gather", np.arange(64).reshape(8, 8).T, size))
+    assert set(outer.busy_s) == {DCN} and outer.busy_s[DCN] == pytest.approx(size * 7 / 8 / (50e9 * 0.9))
+    assert whole.latency_s == outer.latency_s > 2e-4
+    assert h100.cost(collective("all-reduce", np.arange(64)[None], size)).busy_s[DCN] == pytest.approx(
+        2 * whole.busy_s[DCN]
+    )
+
+
+def test_kernels_take_longer_while_a_collective_is_in_flight():
+    links = LinkSimulator()
+    links.start(Transfer(0.0, 1.0, {NVLINK: 1.0}))
+    links.compute(0.5, 1.1)
+    assert links.now_s == pytest.approx(0.55)
+    links.compute(1.0, 1.1)
+    assert links.now_s == pytest.approx(1.0 + (1.0 - 0.45 / 1.1)) and links.sending_s == pytest.approx(1.0)

@@ -270,6 +270,13 @@ def collective_kind(opcode: str) -> str:
     return base if base in KINDS else ""
 
 
+def is_synchronous(instruction: Instruction) -> bool:
+    """Return whether the device waits for a collective where it starts. XLA:GPU writes such pairs, too."""
+    inner = [i for c in instruction.called_computations for i in inner_collectives(c)]
+    configs = (i.backend_config.get("collective_backend_config", {}) for i in (instruction, *inner))
+    return any(config.get("is_sync", False) for config in configs)
+
+
 def is_between_slices(instruction: Instruction) -> bool:
     """Return whether an instruction is a `send` that starts a collective between slices, which the hosts execute."""
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes

@@ -17,23 +17,104 @@ from valkyrie.compiled.loops import condition_and_body, trip_count
 
 _KERNEL_TARGETS = ("tpu_custom_call", "Mosaic")
 """Custom calls that run a Pallas kernel."""
+_PRODUCT_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul")
+_ATTENTION_TARGET = "__cudnn$fmha"
+
+
+class ProductSize(NamedTuple):
+    """Size of a matrix product: `batch` products of [m, k] and [k, n]. `dtype` is that of the left operand."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+class AttentionSize(NamedTuple):
+    """Size of a call of an attention kernel that is a library function.
+
+    Args:
+        batch: Batch times query heads.
+        queries, keys: Lengths.
+        head_dim: Size of a head.
+        is_causal: Queries see only earlier keys.
+        window: Keys that a query sees, or 0 for all.
+        is_backward: Whether it computes gradients.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    head_dim: int
+    is_causal: bool
+    window: int
+    is_backward: bool
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the pairs of queries and keys that see each other: 2 matrix products, or 5 backward."""
+        pairs = self.queries * self.keys
+        if self.window:
+            pairs = self.queries * min(self.window, self.keys)
+        elif self.is_causal:
+            pairs /= 2
+        return (5 if self.is_backward else 2) * 2.0 * self.batch * pairs * self.head_dim
+
+
+def product_size(instruction: Instruction) -> ProductSize | None:
+    """Return the size of a dot, or of a product by cuBLAS, or None for other instructions."""
+    if instruction.opcode == "dot":
+        dot = instruction.message.dot
+        contracted, batch = (dot.lhs_contracting, dot.rhs_contracting), (dot.lhs_batch, dot.rhs_batch)
+    elif instruction.custom_call_target.startswith(_PRODUCT_TARGETS):
+        dot = instruction.backend_config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+        contracted, batch = (
+            tuple([int(d) for d in dot.get(f"{side}_{kind}_dimensions", ())] for side in ("lhs", "rhs"))
+            for kind in ("contracting", "batch")
+        )
+    else:
+        return None
+    lhs, rhs = (operand.shape.dims for operand in instruction.operands[:2])
+    k, batches = math.prod(lhs[d] for d in contracted[0]), math.prod(lhs[d] for d in batch[0])
+    m, n = math.prod(lhs) // max(k * batches, 1), math.prod(rhs) // max(k * batches, 1)
+    return ProductSize(batches, m, n, k, instruction.operands[0].shape.dtype)
+
+
+def attention_size(instruction: Instruction) -> AttentionSize | None:
+    """Return the size of a call of cuDNN's attention, or None for other instructions."""
+    if not instruction.custom_call_target.startswith(_ATTENTION_TARGET):
+        return None
+    config = instruction.backend_config["cudnn_fmha_backend_config"]
+    batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
+    return AttentionSize(
+        batch * heads,
+        queries,
+        keys,
+        instruction.operands[0].shape.dims[-1],
+        "CAUSAL" in config.get("mask_type", ""),
+        int(config.get("sliding_window_length", 0)),
+        "Backward" in instruction.custom_call_target,
+    )
 
 
 def product_flops(instruction: Instruction) -> float:
-    """Return the FLOPs of a dot or convolution, or of all those in a fusion or call. Other instructions have 0."""
-    if instruction.opcode == "dot":
-        return _dot_flops(instruction)
+    """Return the FLOPs of a matrix product, or of all those in a fusion or call. Other instructions have 0.
+
+    Matrix products are dots, convolutions, and calls of cuBLAS and of cuDNN's attention.
+    """
+    if (size := product_size(instruction) or attention_size(instruction)) is not None:
+        return size.flops
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction)
     if instruction.opcode in ("fusion", "call"):
         return sum(product_flops(i) for c in instruction.called_computations for i in c.instructions)
     return 0.0
-
-
-def _dot_flops(instruction: Instruction) -> float:
-    contracted = instruction.message.dot.lhs_contracting
-    lhs_dims = instruction.operands[0].shape.dims
-    return 2.0 * instruction.shape.element_count * math.prod(lhs_dims[d] for d in contracted)
 
 
 def _convolution_flops(instruction: Instruction) -> float:

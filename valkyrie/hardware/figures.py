@@ -42,6 +42,13 @@ class GpuFigures:
         l2_bytes: Size of the L2 cache.
         shared_bytes: Shared memory of a multiprocessor.
         nvlinks: NVLinks of a GPU; 0 for PCIe only.
+        best_tflops: Achieved TFLOP/s of the fastest matrix product in bfloat16.
+        products: Achieved TFLOP/s of products by dtype, for m, n and k in 256, 1024 and 4096, with k varying fastest.
+            Without any, those of the H100 are scaled by `best_tflops`.
+        attention: Achieved TFLOP/s of attention's forward kernel at head size 128, by the number of keys.
+        collectives: Bytes of the whole array by time, in GB/s, for the GPUs of a node: by kind, by the number of
+            GPUs, and for 64 KiB, 1, 4, 16, 64 and 256 MiB, and 1 GiB. Without any, those of the H100 are scaled by
+            `switch_gbs`.
     """
 
     capability: str = ""
@@ -51,6 +58,10 @@ class GpuFigures:
     l2_bytes: int = 0
     shared_bytes: int = 0
     nvlinks: int = 0
+    best_tflops: float = 0.0
+    products: dict[str, list[float]] = field(default_factory=dict)
+    attention: dict[int, float] = field(default_factory=dict)
+    collectives: dict[str, dict[int, list[float]]] = field(default_factory=dict)
 
     @property
     def capability_numbers(self) -> tuple[int, int]:

@@ -87,6 +87,14 @@ class LinkSimulator:
             self._advance_to_change(end_s)
         self.now_s = end_s
 
+    def compute(self, duration_s: float, slowdown: float) -> None:
+        """Advance the clock by compute that takes `duration_s` alone, and `slowdown` times as long during transfers."""
+        while duration_s > _NEGLIGIBLE_S and slowdown > 1 and any(t.is_between_devices for t in self.active_transfers):
+            start_s = self.now_s
+            self._advance_to_change(start_s + slowdown * duration_s)
+            duration_s -= (self.now_s - start_s) / slowdown
+        self.pass_time(max(duration_s, 0.0))
+
     def wait(self, transfer: Transfer) -> float:
         """Advance the clock until a transfer has arrived. Returns the seconds waited."""
         start_s = self.now_s

@@ -19,7 +19,7 @@ from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.parts import PartKind
 
-_FREE_OPCODES = {
+FREE_OPCODES = {
     "parameter",
     "constant",
     "tuple",
@@ -72,6 +72,7 @@ class OpCostModel:
         self._peak_flops = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
         self._host_rate = chip.host_gbs * 1e9 / chip.devices
         self._cache: dict[Instruction, OpCost] = {}
+        self.compute_slowdown = 1.0
         self.notes: dict[str, None] = {}
 
     def cost(self, instruction: Instruction) -> OpCost:
@@ -90,7 +91,7 @@ class OpCostModel:
             if HOST in (target.memory_space, source.memory_space):
                 return target.padded_bytes / self._host_rate, "to host" if target.memory_space == HOST else "from host"
             return self._copy_cost(target.padded_bytes, (target.memory_space == HBM) + (source.memory_space == HBM))
-        operations = [i for c in instruction.called_computations for i in _leaf_instructions(c)]
+        operations = [i for c in instruction.called_computations for i in leaf_instructions(c)]
         if operations and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE_OPCODE) for i in operations):
             moved_bytes = sum(
                 (i.operands[1] if i.opcode == _UPDATE_OPCODE else i).shape.padded_bytes for i in operations
@@ -106,7 +107,7 @@ class OpCostModel:
         return size * max(passes, 1) / (self._hbm_rate * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
-        if instruction.opcode in _FREE_OPCODES or instruction.custom_call_target in _FREE_CUSTOM_CALLS:
+        if instruction.opcode in FREE_OPCODES or instruction.custom_call_target in _FREE_CUSTOM_CALLS:
             return OpCost(PartKind.compute, 0.0)
         if instruction.custom_call_target == _KERNEL_TARGET:
             return self._kernel_cost(instruction)
@@ -142,11 +143,12 @@ class OpCostModel:
         return OpCost(PartKind.kernel, seconds, kernel.flops)
 
 
-def _leaf_instructions(computation: Computation) -> list[Instruction]:
+def leaf_instructions(computation: Computation) -> list[Instruction]:
+    """Return the operations of a computation that take time, including those in the calls that it makes."""
     leaves = []
     for i in computation.instructions:
         if i.opcode in ("call", "async-start"):
-            leaves += [leaf for c in i.called_computations for leaf in _leaf_instructions(c)]
-        elif i.opcode not in _FREE_OPCODES and not i.opcode.endswith(("-done", "-update")):
+            leaves += [leaf for c in i.called_computations for leaf in leaf_instructions(c)]
+        elif i.opcode not in FREE_OPCODES and not i.opcode.endswith(("-done", "-update")):
             leaves.append(i)
     return leaves

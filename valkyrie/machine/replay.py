@@ -7,7 +7,11 @@ are in flight when the loop starts, its first iterations are replayed one by one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from valkyrie.compiled.collectives import (
     ASYNC_DONE,
@@ -21,15 +25,17 @@ from valkyrie.compiled.collectives import (
     fused_kind,
     inner_collectives,
     is_between_slices,
+    is_synchronous,
     slice_mask,
     wrapped_collectives,
 )
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import LinkSimulator, Transfer
-from valkyrie.machine.network import LinkModel, Machine
-from valkyrie.machine.operations import OpCostModel
+from valkyrie.machine.network import CollectiveCost, LinkModel, Machine
+from valkyrie.machine.operations import OpCost, OpCostModel
 from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, format_category
 
@@ -96,13 +102,53 @@ class Replay:
     correction: float = 1.0
 
 
-def replay(module: Module, machine: Machine) -> Replay:
+class OperationModel(Protocol):
+    """Computes the costs of operations other than collectives.
+
+    `notes` has the assumptions made so far as keys. `compute_slowdown` is the factor on the time of operations while a
+    collective is in flight.
+    """
+
+    notes: dict[str, None]
+    compute_slowdown: float
+
+    def cost(self, instruction: Instruction) -> OpCost:
+        """Return the cost of one execution of an operation."""
+        ...
+
+    def background_cost(self, instruction: Instruction) -> tuple[float, str]:
+        """Return the seconds that an asynchronous operation takes alone, and the link that it occupies."""
+        ...
+
+
+class NetworkModel(Protocol):
+    """Computes the costs of collectives."""
+
+    def cost(self, collective: Collective) -> CollectiveCost:
+        """Return the cost of one run of a collective."""
+        ...
+
+
+class CostModels(NamedTuple):
+    """Builds the cost models of a kind of chip: operations of a chip, and the network of a machine.
+
+    `network` also takes the mask of `slice_mask`.
+    """
+
+    operations: Callable[[ChipConfig], OperationModel]
+    network: Callable[[Machine, np.ndarray | None], NetworkModel]
+
+
+TPU_MODELS = CostModels(OpCostModel, LinkModel)
+
+
+def replay(module: Module, machine: Machine, models: CostModels = TPU_MODELS) -> Replay:
     """Replay one step on a machine.
 
-    Raises ValueError if the module was compiled for another number of devices, or if the chip's clock, HBM bandwidth or
-    link bandwidth is unknown.
+    Raises ValueError if the module was compiled for another number of devices, or if the chip lacks a figure that
+    `models` need, such as its HBM bandwidth.
     """
-    return _Replayer(module, machine).play()
+    return _Replayer(module, machine, models).play()
 
 
 @dataclass
@@ -163,12 +209,12 @@ class _Totals:
 
 
 class _Replayer:
-    def __init__(self, module: Module, machine: Machine) -> None:
+    def __init__(self, module: Module, machine: Machine, models: CostModels) -> None:
         self._module = module
         slices = [position.slice_index for position in machine.positions]
         self._collectives = CollectiveReader(module, machine.mesh_axes, slices)
-        self._network = LinkModel(machine, slice_mask(slices, module.num_partitions))
-        self._ops = OpCostModel(machine.chip)
+        self._network = models.network(machine, slice_mask(slices, module.num_partitions))
+        self._ops = models.operations(machine.chip)
         self._links = LinkSimulator()
         self._pending_transfers: dict[Instruction | int, Transfer] = {}
         self._pending_sends: dict[str, Transfer] = {}
@@ -224,12 +270,14 @@ class _Replayer:
             return
         totals, links = self._totals, self._links
         op_name, source = find_cause(instruction)
+        start_s = links.now_s
+        links.compute(cost.duration_s, self._ops.compute_slowdown)
+        duration_s = links.now_s - start_s
         totals.spans.append(
-            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now_s, cost.duration_s)
+            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, start_s, duration_s)
         )
-        totals.add_time(cost.kind, cost.duration_s, op_name, source)
+        totals.add_time(cost.kind, duration_s, op_name, source)
         totals.flops += cost.flops
-        links.pass_time(cost.duration_s)
 
     def _replay_fusion(self, instruction: Instruction, inner_instructions: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
@@ -270,7 +318,9 @@ class _Replayer:
             collective = self._collectives.read(
                 instruction if collective_kind(opcode) else inner_instructions[0], caller=instruction
             )
-            self._pending_transfers[instruction] = self._start_collective(instruction.name, collective)
+            self._pending_transfers[instruction] = transfer = self._start_collective(instruction.name, collective)
+            if is_synchronous(instruction):
+                self._wait(transfer)
             return
         seconds, link = self._ops.background_cost(instruction)
         link_shares, tag = {link: 1.0} if link else {}, (instruction.name, None)
@@ -285,8 +335,8 @@ class _Replayer:
         transfer = self._pending_transfers.pop(start, None)
         if transfer is None:
             self._notes[f"{instruction.name} waits for {start.name}, which was not found: no wait is assumed"] = None
-            return
-        self._wait(transfer)
+        elif not is_synchronous(start):
+            self._wait(transfer)
 
     def _replay_host_message(self, instruction: Instruction) -> None:
         """Replay a send or receive between device and host.
@@ -377,9 +427,14 @@ class _Replayer:
         return self._isolated_totals[body]
 
     def _replay_conditional(self, instruction: Instruction) -> None:
-        """Replay all branches of a conditional, and add the longest to the step."""
+        """Replay all branches of a conditional, and add the longest to the step.
+
+        If only some branches run a kernel, the others are its fallback and are not added.
+        """
         branch_totals = [self._replay_alone(branch) for branch in instruction.called_computations]
-        longest_branch = max(branch_totals, key=lambda totals: totals.duration_s)
+        kernel_branches = [totals for totals in branch_totals if (PartKind.kernel, ()) in totals.seconds]
+        longest_branch = max(kernel_branches or branch_totals, key=lambda totals: totals.duration_s)
         self._totals.add(longest_branch, 1, self._links.now_s, instruction.name)
         self._links.pass_time(longest_branch.duration_s)
-        self._notes["the longest branch of a conditional is assumed to run"] = None
+        which = "branch with a kernel" if kernel_branches else "longest branch"
+        self._notes[f"the {which} of a conditional is assumed to run"] = None

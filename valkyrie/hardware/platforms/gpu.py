@@ -36,6 +36,7 @@ class Gpu(Platform):
     compiles_without_devices = True
     compiler_packages = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
     memory_setting = _MEMORY_FRACTION
+    replay = "xla_gpu"
     attention = "cudnn"
     scan = "associative"
     example_chip = "h100"
@@ -56,6 +57,14 @@ class Gpu(Platform):
     def device_files(self) -> list[Path]:
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+
+    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
+        """Return the option that computes matrix products by cuBLAS.
+
+        With XLA's default, a GPU's autotuner chooses between Triton and cuBLAS for each product. A compile without a
+        GPU cannot time them, so it would not compile the program that is trained.
+        """
+        return {"xla_gpu_enable_triton_gemm": "false"}
 
     def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
         """Return the target config of a chip, or the device kind if the chip has none."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.search.compile.prediction import StepInterval
 
@@ -164,6 +165,12 @@ def published_runs() -> tuple[PublishedRun, ...]:
     return tuple(PublishedRun(**row) for row in json.loads(PUBLISHED_FILE.read_text())["rows"])
 
 
+def published_runs_on(platform: str) -> list[PublishedRun]:
+    """Return the published runs on chips of a platform."""
+    chips = {name for name, chip in known_chips().items() if chip.platform == platform}
+    return [run for run in published_runs() if run.chip in chips]
+
+
 def as_json(runs: Sequence[PublishedRun]) -> str:
     """Return the content of `published.json`."""
     comment = "measured over replayed seconds; written by experiments/published/predict.py --ship"
@@ -174,8 +181,8 @@ def step_interval(step_s: float, chip: ChipConfig, *, trains_dense_transformer: 
     """Return the range in which the measured step time should fall, or None if there are too few comparable runs.
 
     The range comes from the prediction errors of the user's own runs if `mode=calibrate` has set a factor, otherwise
-    from those of published runs. Published runs are all dense transformers, so without calibration other models get
-    None.
+    from those of published runs on the same platform. Published runs are all dense transformers, so without calibration
+    other models get None.
 
     Args:
         step_s: Predicted step time in seconds.
@@ -184,7 +191,8 @@ def step_interval(step_s: float, chip: ChipConfig, *, trains_dense_transformer: 
     """
     user_fit = chip.replay
     if user_fit.factor is None:
-        return published_interval(published_runs(), chip.name, step_s) if trains_dense_transformer else None
+        comparable_runs = published_runs_on(chip.platform)
+        return published_interval(comparable_runs, chip.name, step_s) if trains_dense_transformer else None
     if user_fit.low is None or user_fit.high is None:
         return None
     low_s, high_s = step_s * user_fit.low, step_s * user_fit.high

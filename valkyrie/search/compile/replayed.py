@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.collectives import CollectiveUse, collective_uses
@@ -13,12 +14,14 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
+from valkyrie.machine.gpu_network import NcclModel
+from valkyrie.machine.gpu_operations import GpuOpCostModel
 from valkyrie.machine.network import Machine
-from valkyrie.machine.replay import Replay, replay
+from valkyrie.machine.replay import TPU_MODELS, CostModels, Replay, replay
 from valkyrie.paths import source_digest, write_atomic
 from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
-from valkyrie.search.compile.correction import target_correction
+from valkyrie.search.compile.correction import published_runs_on, target_correction
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.units import count_text
 
@@ -57,6 +60,8 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
             f"replayed times are multiplied by {correction.chip_factor:.3f}, the median ratio of measured to replayed "
             f"time of {correction.run_count} published runs ({recipes}) on {target.chip.name}"
         )
+    elif not published_runs_on(target.platform):
+        notes.append(f"no published run on {target.platform}s was compared with its replay, so times are not corrected")
     if target.slices > 1:
         notes.append(
             f"replayed times are multiplied by {correction.slices_factor:.3f} for {target.slices} slices, the slowdown "
@@ -77,7 +82,13 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
     )
 
 
-def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
+def replay_on(
+    target: TargetConfig,
+    module: Module,
+    axes: dict[str, int],
+    positions: Sequence[Position],
+    models: CostModels = TPU_MODELS,
+) -> Replay:
     """Replay a scheduled module on a slice.
 
     Raises ValueError if the module is for another number of devices, or if the chip lacks a value that the replay
@@ -87,11 +98,12 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
     `mesh.devices.flat`.
     """
     assert target.chip is not None
-    return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes))
+    return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes), models)
 
 
 REPLAY_FUNCTIONS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
     "libtpu": replay_on,
+    "xla_gpu": partial(replay_on, models=CostModels(GpuOpCostModel, NcclModel)),
 }
 """Functions that replay a compiled module, by `Platform.replay`."""
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveTrace, Communication
+from valkyrie.parallel.axis_links import CORE, DCN, TORUS_AXES
 from valkyrie.parts import describe_part
 from valkyrie.search.compile.prediction import (
     CompileStatus,
@@ -252,9 +253,10 @@ def _show_communication(record: Prediction | Measurement, traffic: Communication
         console.print("no communication between devices")
         return
     bytes_by_mesh_axes = {axes_text(axes): size for axes, size in traffic.by_mesh_axes.items()}
+    is_torus = {*traffic.bytes_by_torus_axis} <= {*TORUS_AXES, CORE, DCN}
     sizes_by = {
         "mesh axes": bytes_by_mesh_axes,
-        "torus axis": traffic.bytes_by_torus_axis,
+        "torus axis" if is_torus else "link": traffic.bytes_by_torus_axis,
         "kind": traffic.bytes_by_kind,
     }
     for what, sizes in sizes_by.items():

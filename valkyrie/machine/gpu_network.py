@@ -1,0 +1,110 @@
+"""Cost of NCCL's collectives: within a node from a table of measured speeds, between nodes from the network.
+
+All GPUs of a node send over their own network card at the same time. Within a node, NVLink carries the same data, so
+the slower of the two sets the time. Each further node of a ring adds a latency.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from valkyrie.compiled.collectives import Collective, min_bytes_sent
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.figures import GpuFigures
+from valkyrie.machine import gpu_assumptions as assumptions
+from valkyrie.machine.gpu_operations import interpolate
+from valkyrie.machine.network import CollectiveCost, Machine
+from valkyrie.parallel.axis_links import DCN
+
+NVLINK = "nvlink"
+"""The link between the GPUs of a node, in `CollectiveCost.busy_s`. The network is `DCN`."""
+_LIKE_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+
+
+class NcclModel:
+    """Computes the costs of collectives on GPUs."""
+
+    def __init__(self, machine: Machine, mask: np.ndarray | None = None) -> None:
+        """`mask`: True for the devices that the program's replica groups refer to, or None for all devices."""
+        chip, positions = machine.chip, machine.positions
+        figures = chip.gpu
+        if figures is None or not figures.collectives:
+            figures = known_chips()[assumptions.FALLBACK_CHIP].gpu
+        assert figures is not None
+        self._figures: GpuFigures = figures
+        # A described GPU has the coordinates (domain, host, GPU); an attached one only its id.
+        host_gpus = math.prod(chip.host_bounds) or 1
+        nodes = [p.coords[:-1] or (p.coords[-1] // host_gpus,) for p in positions]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        self._nodes = np.array([numbers[node] for i, node in enumerate(nodes) if mask is None or mask[i]])
+        own_switch, table_switch = chip.switch_gbs or 1.0, known_chips()[assumptions.FALLBACK_CHIP].switch_gbs or 1.0
+        self._switch_factor = 1.0 if chip.gpu and chip.gpu.collectives else own_switch / table_switch
+        self._network_rate = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.NETWORK_EFFICIENCY / host_gpus
+        self._cache: dict[Collective, CollectiveCost] = {}
+
+    def cost(self, collective: Collective) -> CollectiveCost:
+        """Return the cost of one run of a collective, cached by collective."""
+        if collective not in self._cache:
+            self._cache[collective] = self._cost(collective)
+        return self._cache[collective]
+
+    def _cost(self, collective: Collective) -> CollectiveCost:
+        if collective.pairs is not None:
+            return self._permute_cost(collective.pairs, collective.full_bytes)
+        if collective.groups is None or collective.full_bytes <= 0:
+            return CollectiveCost()
+        groups = self._nodes[collective.groups]
+        members = groups.shape[1]
+        node_count = max(len(np.unique(group)) for group in groups)
+        # The node with the most members sends the most over NVLink; the one with the fewest has the fewest cards.
+        counts = [np.unique(group, return_counts=True)[1] for group in groups]
+        most, fewest = max(int(count.max()) for count in counts), min(int(count.min()) for count in counts)
+        kind, full_bytes = collective.kind, collective.full_bytes
+        bytes_sent = min_bytes_sent(kind, full_bytes, members)
+        nvlink_s = self._nvlink_s(kind, full_bytes, most) if most > 1 else 0.0
+        if node_count == 1:
+            start_s = min(self._nvlink_s(kind, 1.0, most), nvlink_s)
+            return _make_cost(start_s, {NVLINK: nvlink_s - start_s}, bytes_sent, {NVLINK: bytes_sent})
+        outside_bytes = full_bytes * (members - fewest) / members if kind in _LIKE_ALL_TO_ALL else bytes_sent / fewest
+        latency_s = assumptions.NETWORK_START_S + (node_count - 1) * assumptions.NODE_HOP_S
+        busy_s = {DCN: outside_bytes / self._network_rate}
+        if nvlink_s:
+            busy_s[NVLINK] = max(nvlink_s - self._nvlink_s(kind, 1.0, most), 0.0)
+        return _make_cost(latency_s, busy_s, bytes_sent, {DCN: outside_bytes, NVLINK: bytes_sent - outside_bytes})
+
+    def _permute_cost(self, pairs: np.ndarray, message_bytes: float) -> CollectiveCost:
+        if not len(pairs) or message_bytes <= 0:
+            return CollectiveCost()
+        source, target = self._nodes[pairs].T
+        is_outside = bool((source != target).any())
+        start_s = self._nvlink_s("collective-permute", 1.0, 2)
+        busy_s = {NVLINK: max(self._nvlink_s("collective-permute", message_bytes, 2) - start_s, 0.0)}
+        link = DCN if is_outside else NVLINK
+        if is_outside:
+            start_s = assumptions.NETWORK_START_S + assumptions.NODE_HOP_S
+            busy_s[DCN] = message_bytes / self._network_rate
+        return _make_cost(start_s, busy_s, message_bytes, {link: message_bytes})
+
+    def _nvlink_s(self, kind: str, full_bytes: float, members: int) -> float:
+        """Return the seconds of a collective among `members` GPUs of a node. Small arrays take a constant time."""
+        tables = self._figures.collectives
+        table = tables.get("all-to-all" if kind in _LIKE_ALL_TO_ALL else kind) or tables["all-gather"]
+        size = min(table, key=lambda members_in_table: abs(math.log(members_in_table / members)))
+        rates = dict(zip(assumptions.COLLECTIVE_SIZES, table[size], strict=True))
+        rate = interpolate(rates, full_bytes) * 1e9 * self._switch_factor
+        return max(full_bytes, assumptions.COLLECTIVE_SIZES[0]) / rate
+
+
+def _make_cost(
+    latency_s: float, busy_s: dict[str, float], bytes_sent: float, bytes_by_link: dict[str, float]
+) -> CollectiveCost:
+    transfer_s = max(busy_s.values(), default=0.0)
+    return CollectiveCost(
+        total_s=latency_s + transfer_s,
+        latency_s=latency_s,
+        busy_s={link: seconds for link, seconds in busy_s.items() if seconds > 0},
+        bytes_sent=bytes_sent,
+        bytes_by_axis={link: sent for link, sent in bytes_by_link.items() if sent > 0},
+    )
