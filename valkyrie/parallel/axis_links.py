@@ -25,6 +25,11 @@ The last physical axis takes all remaining mesh axes, without a maximum.
 """
 SCATTERED_LINKS = 1.75
 """Links per chip of an axis whose devices form no box, from replays of JAX's meshes on v5e-8 (1.2 to 1.9)."""
+SCATTERED_EXCHANGE_LINKS = 0.5
+"""The same for messages to one other device and for all-gathers: two pairs of chips share the links between them.
+
+From a replay of sequence shards over two rows of a v5e-8: sends of 6.3 GB add 198 ms to a step.
+"""
 INTERLEAVED_LINKS = 0.8
 """Minimum links per chip of each factor of an axis that spans several torus axes, even if its lines are interleaved.
 
@@ -108,6 +113,11 @@ class AxisPlacement:
     def ring_links(self) -> float:
         """One-way links per chip that a single ring through all devices uses: at most those of one torus axis."""
         return min(self.links_per_chip, max((factor.links_per_chip for factor in self.factors), default=0.0))
+
+    @property
+    def exchange_links(self) -> float:
+        """One-way links per chip that messages to the next device of the axis use."""
+        return self.ring_links if self.is_straight else SCATTERED_EXCHANGE_LINKS
 
     @property
     def hops(self) -> float:

@@ -27,6 +27,7 @@ class AxisLinks:
         hops: Hops until data from one device has reached all others of the axis on the torus (`AxisPlacement.hops`).
         ring_rate: Bytes per second that a device sends in a single ring through all inner devices. It uses the links
             of only one torus axis.
+        exchange_rate: Bytes per second that a device sends to the next one of the axis.
     """
 
     inner_size: np.ndarray
@@ -35,6 +36,7 @@ class AxisLinks:
     outer_rate: np.ndarray
     hops: np.ndarray
     ring_rate: np.ndarray
+    exchange_rate: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,15 @@ def axis_links(
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
         link_counts = [max(axis.links_per_chip, min_links) if axis.torus_factors else 0.0 for axis in column]
-        rates, ring_rates = (
+        rates, ring_rates, exchange_rates = (
             np.array([link_rate * (n or assumptions.CORE_BANDWIDTH_RATIO) if has_torus else link_rate for n in counts])
-            for counts in (link_counts, [axis.ring_links for axis in column])
+            for counts in (link_counts, [axis.ring_links for axis in column], [axis.exchange_links for axis in column])
         )
         outer = np.array([axis.outer_size for axis in column], float)
         inner = np.array([axis.size // axis.outer_size for axis in column], float)
         hops = np.array([axis.hops for axis in column], float)
-        links_by_axis[name] = AxisLinks(inner, rates, outer, np.full(len(column), host_rate), hops, ring_rates)
+        outer_rates = np.full(len(column), host_rate)
+        links_by_axis[name] = AxisLinks(inner, rates, outer, outer_rates, hops, ring_rates, exchange_rates)
     return links_by_axis
 
 
@@ -56,7 +57,7 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
     assert chip is not None
     devices_per_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
     rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
-    return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones)
+    return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones, ones)
 
 
 def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
@@ -73,7 +74,7 @@ def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[s
         inner = np.clip(devices_per_host / stride, 1, size)
         inner_rate = np.full(len(size), switch_rate)
         links_by_axis[axis] = AxisLinks(
-            inner, inner_rate, size / inner, np.full(len(size), host_rate), np.zeros(len(size)), inner_rate
+            inner, inner_rate, size / inner, np.full(len(size), host_rate), np.zeros(len(size)), inner_rate, inner_rate
         )
         stride = stride * size
     return {axis: links_by_axis[axis] for axis in sizes}

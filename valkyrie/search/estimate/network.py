@@ -53,9 +53,9 @@ class CollectiveModel:
         """Return the seconds of an all-gather to `full_bytes` on each device.
 
         With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
-        a dimension other than the first.
+        a dimension other than the first. Without it, an axis whose devices are no neighbours is as slow as `exchange`.
         """
-        return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, one_ring)
+        return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, "one_ring" if one_ring else "gather")
 
     def reduce_scatter(
         self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
@@ -64,7 +64,9 @@ class CollectiveModel:
 
         With `one_ring`, a single ring goes through all devices (see `all_gather`).
         """
-        return self.scatter_ratio * self._seconds(layouts, axes, full_bytes, self.gather_efficiency, one_ring)
+        return self.scatter_ratio * self._seconds(
+            layouts, axes, full_bytes, self.gather_efficiency, "one_ring" if one_ring else "sum"
+        )
 
     def all_reduce(self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray) -> np.ndarray:
         """Return the seconds of an all-reduce of `full_bytes` on each device."""
@@ -75,22 +77,25 @@ class CollectiveModel:
         seconds = np.zeros(len(layouts))
         for axis in axes:
             links, size = layouts.links[axis], layouts.sizes[axis]
-            inner_s = sent_bytes / (np.minimum(links.inner_rate, links.ring_rate) * self.gather_efficiency)
+            inner_s = sent_bytes / (np.minimum(links.inner_rate, links.exchange_rate) * self.gather_efficiency)
             outer_s = sent_bytes / (links.outer_rate * self.outer_efficiency)
             start = self.start_s + np.where(links.outer_size > 1, self.outer_start_s, 0.0)
             seconds += np.where(size > 1, start + np.where(links.outer_size > 1, outer_s, inner_s), 0.0)
         return seconds
 
     def _seconds(
-        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, share: float, one_ring: bool = False
+        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, share: float, kind: str = "sum"
     ) -> np.ndarray:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, outer_rate, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
             links = layouts.links[axis]
             inner, outer = inner * links.inner_size, outer * links.outer_size
-            axis_rate = np.where(links.inner_size > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
-            rate = rate + axis_rate if self.adds_up and not one_ring else np.maximum(rate, axis_rate)
+            axis_rate = links.ring_rate if kind == "one_ring" else links.inner_rate
+            if kind == "gather":
+                axis_rate = np.where(links.exchange_rate < links.ring_rate, links.exchange_rate, axis_rate)
+            axis_rate = np.where(links.inner_size > 1, axis_rate, 0.0)
+            rate = rate + axis_rate if self.adds_up and kind != "one_ring" else np.maximum(rate, axis_rate)
             outer_rate = np.where(links.outer_size > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
             hops = hops + links.hops
         members = inner * outer

@@ -191,8 +191,28 @@ class StepEstimator:
     @cached_property
     def _mixing_flops(self) -> list[np.ndarray]:
         return [
-            mixing.count * mixing.flops * self.local_tokens / self._mixing_parts(mixing) for mixing in self.work.mixing
+            mixing.count * mixing.flops * self.local_tokens / self._mixing_parts(mixing) * self._sequence_excess(mixing)
+            for mixing in self.work.mixing
         ]
+
+    def _sequence_excess(self, mixing: Mixing) -> np.ndarray:
+        """Return the attention scores of the slowest shard of a causal sequence, relative to an equal share of them.
+
+        Queries are padded to whole lanes. Shards too short to exchange halves keep their positions, so the last shard
+        sees almost all keys.
+        """
+        shards = self.layouts.axes_size(self.layouts.activations[SEQ])
+        if not mixing.exchanged_halves:
+            return np.ones(len(self.layouts))
+        positions = self.work.run.config.seq / shards
+        padding = _round_up(positions, self.work.lanes) / positions
+        return padding * np.where(self._exchanges_halves, 1.0, 2 - 1 / shards)
+
+    @cached_property
+    def _exchanges_halves(self) -> np.ndarray:
+        """Whether causal attention exchanges halves of its queries between the shards of the sequence."""
+        positions = self.work.run.config.seq / self.layouts.axes_size(self.layouts.activations[SEQ])
+        return positions % (2 * self.work.lanes) == 0
 
     @cached_property
     def _score_counts(self) -> list[np.ndarray]:
@@ -329,10 +349,9 @@ class StepEstimator:
                 seconds += self.network.all_gather(layouts, axes, per_position * seq)
             else:
                 seconds += self.network.exchange(layouts, axes, per_position * min(positions, seq))
-        exchanges = seq / shards % (2 * self.work.lanes) == 0
         for activation in mixing.exchanged_halves:
             bytes_ = self._bytes_per_token(activation) * self.local_tokens * half_exchange_hops(shards)
-            seconds += np.where(exchanges, self.network.exchange(layouts, axes, bytes_), 0.0)
+            seconds += np.where(self._exchanges_halves, self.network.exchange(layouts, axes, bytes_), 0.0)
         return seconds
 
     def _bytes_per_token(self, activation: SavedActivation) -> np.ndarray:
