@@ -80,6 +80,19 @@ def test_a_chip_without_the_figures_of_a_gpu_is_refused():
     assert reason is not None and "sets no gpu" in reason
 
 
+@pytest.mark.parametrize(
+    ("version", "name"), [("0.10.2", "enable_pipelined"), ("0.11.0", None), ("0.12.0.1", "pipeline")]
+)
+def test_collectives_are_pipelined_by_the_names_that_this_jaxlib_knows(
+    version: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu.metadata, "version", lambda package: version)
+    options = get_platform("gpu").step_options(0)
+    names = [option for option in options if "pipeline" in option]
+    assert names == ([f"xla_gpu_{name}_{kind}" for kind in gpu._KINDS] if name else [])
+    assert get_platform("gpu").spell_options(options)["xla_gpu_enable_triton_gemm"] == "False"
+
+
 @needs_gpu_compiler
 def test_a_step_compiles_for_gpus_without_one(compiled_gpt: CompiledRun):
     step = compiled_gpt.outcome.step
@@ -108,8 +121,8 @@ def test_large_products_run_near_the_best_measured_speed_and_small_ones_far_belo
     assert chip.gpu is not None
     assert 0.95 <= tflops(16384, 14336, 4096) / chip.gpu.best_tflops <= 1
     assert tflops(256, 256, 256) < 0.02 * chip.gpu.best_tflops
-    assert tflops(4096, 4096, 64) == pytest.approx(tflops(4096, 4096, 256) / 4), "takes as long"
-    sizes = [tflops(size, size, size) for size in (256, 512, 1024, 2048, 4096, 8192)]
+    assert 0.3 < tflops(4096, 4096, 64) / tflops(4096, 4096, 256) < 0.7
+    sizes = [tflops(size, size, size) for size in (16, 256, 512, 1024, 2048, 4096, 8192)]
     assert sizes == sorted(sizes)
 
 

@@ -138,26 +138,25 @@ def interpolate(table: Mapping[int, float], size: float) -> float:
 def _interpolate_product(table: Sequence[float], size: ProductSize, best_tflops: float) -> float:
     """Return the TFLOP/s of a product from a table for m, n and k in `PRODUCT_SIZES`, with k varying fastest.
 
-    A dimension below the smallest of the table takes as long as the smallest. Above the largest, the speed approaches
-    `best_tflops`, which products of 8 times the FLOPs reach. A batch counts as a multiple of m.
+    Below the smallest size of the table, its trend continues. Above the largest, the speed approaches `best_tflops`,
+    which products of 8 times the FLOPs reach. A batch counts as a multiple of m.
     """
     sizes, count = assumptions.PRODUCT_SIZES, len(assumptions.PRODUCT_SIZES)
     dims = (size.batch * size.m, size.n, size.k)
-    rate, share_of_tile = 0.0, 1.0
     corners = []
     for dim in dims:
-        share_of_tile *= min(dim / sizes[0], 1.0)
-        inside = min(max(dim, sizes[0]), sizes[-1])
-        low = max(i for i in range(count - 1) if sizes[i] <= inside)
+        inside = min(max(dim, 1), sizes[-1])
+        low = max((i for i in range(count - 1) if sizes[i] <= inside), default=0)
         share = math.log(inside / sizes[low]) / math.log(sizes[low + 1] / sizes[low])
         corners.append(((low, 1 - share), (low + 1, share)))
-    for (i, a), (j, b), (k, c) in itertools.product(*corners):
-        rate += a * b * c * math.log(table[(i * count + j) * count + k])
-    rate = math.exp(rate) * share_of_tile
+    log_rate = sum(
+        a * b * c * math.log(table[(i * count + j) * count + k])
+        for (i, a), (j, b), (k, c) in itertools.product(*corners)
+    )
     excess = math.prod(dims) / sizes[-1] ** 3
     if excess > 1 and min(dims) >= sizes[1] and (top := table[-1]) < best_tflops:
-        rate *= (best_tflops / top) ** min(math.log(excess, 8), 1.0)
-    return rate
+        log_rate += math.log(best_tflops / top) * min(math.log(excess, 8), 1.0)
+    return math.exp(log_rate)
 
 
 def _list_sizes(instructions: Iterable[Instruction]) -> Iterable[tuple[ProductSize | AttentionSize, Instruction]]:
