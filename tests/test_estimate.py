@@ -405,6 +405,44 @@ def test_layouts_that_sum_gradients_once_per_step_are_estimated_to_be_faster(par
     assert {name for name in once if once[name] != often[name]} <= {"gradients", "moving", "step"}
 
 
+GPT_1B = ("target=v4-16", "model=gpt_1b", "mesh=2x2x2", "batch=32", "microbatches=8", "remat=full")
+GPT_125M = ("target=v5e-8", "model=gpt_125m", "batch=128", "seq=1024")
+LLAMA = ("target=v5p-16", "model=llama_7b", "model.layers=8", "batch=64", "seq=2048")
+PER_STEP, PER_MICROBATCH = (f"partition.sum_gradients_per={per}" for per in ("step", "microbatch"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step_s", "peak_gib"),
+    [
+        ((*GPT_1B, "partition=pp"), 0.7633, 15.26),
+        ((*GPT_1B, "partition=pp_fsdp", PER_STEP), 0.7554, 9.58),
+        ((*GPT_1B, "partition=pp_fsdp", PER_MICROBATCH), 0.9042, 5.08),
+        ((*GPT_125M, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"), 0.2680, 2.92),
+        (
+            (
+                *GPT_125M,
+                "mesh=2x2x2",
+                "partition=pp_fsdp",
+                "microbatches=4",
+                "remat=minimal_with_context",
+                PER_MICROBATCH,
+            ),
+            0.2542,
+            7.03,
+        ),
+        ((*LLAMA, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"), 1.1102, 14.95),
+    ],
+)
+def test_estimates_of_pipelines_are_close_to_compiled_steps(
+    overrides: tuple[str, ...], step_s: float, peak_gib: float
+) -> None:
+    """`step_s` is the replayed time of the step that libtpu 0.0.50.1 compiled, before its correction."""
+    run = shared_run("mode=show", "precision=bf16_mixed", *overrides)
+    assert estimate_runs([run], chip_efficiency(run.config.target.chip))[0]["step"] == pytest.approx(step_s, rel=0.12)
+    estimated = MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).total.item()
+    assert estimated / 2**30 == pytest.approx(peak_gib, rel=0.17)
+
+
 @pytest.mark.parametrize(("space", "step_error", "memory_error"), [("long", 0.1, 0.05), ("4 heads", 0.1, 0.05)])
 def test_estimates_of_odd_models_are_close_to_compiled_steps(
     space: str, step_error: float, memory_error: float

@@ -30,6 +30,7 @@ from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
 
 SEQUENCE = ("partition.activations.batch=[x]", "partition.activations.seq=[y]")
+ONCE = "partition.sum_gradients_per=step"
 SCHEDULE_1F1B = ("partition.schedule=1f1b", "remat=full")
 CIRCULAR = ("partition.schedule=circular", "partition.rounds=2")
 
@@ -53,6 +54,10 @@ def case(*values: str, quick: bool = False) -> Any:
         case("longformer_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", "remat=save_qkv_proj"),
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4"),
         case("s5_tiny", "pp", "2x2x2", "microbatches=2"),
+        case("gpt_tiny", "pp_fsdp", "2x1x4", "microbatches=2", ONCE, quick=True),
+        case("valkyrie_tiny", "pp_fsdp", "2x2x2", "microbatches=2", ONCE),
+        case("gpt_tiny", "pp_fsdp", "2x1x2", "microbatches=2", ONCE, *CIRCULAR),
+        case("gpt2_tiny", "pp_fsdp", "2x2x2", "microbatches=1", ONCE, *SCHEDULE_1F1B),
         case("gpt_tiny", "pp", "1x2x2", "microbatches=2", *CIRCULAR, quick=True),
         case("gpt_tiny", "pp_fsdp", "2x1x4", "microbatches=4", *CIRCULAR, "model.layers=8"),
         case("gpt_tiny", "pp", "1x2x2", "microbatches=4", CIRCULAR[0], "partition.rounds=3", "model.layers=12"),

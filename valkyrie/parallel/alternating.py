@@ -15,24 +15,21 @@ from jax.sharding import PartitionSpec
 from valkyrie.axes import BATCH, LayerFunction, LossHead, Shard
 from valkyrie.parallel.pipeline import (
     SEND_SCOPE,
-    MakeStageShard,
+    StageRegion,
     constrain_rows,
-    fold_in_keys,
     gather_stages,
     index_tree,
+    is_float,
     run_pipeline,
     scatter_sum,
     update_slot,
     where_tree,
 )
-from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATOR_DTYPE
 
 
 def run_1f1b(
-    pipeline: Pipeline,
-    mesh: Any,
-    make_stage_shard: MakeStageShard,
+    region: StageRegion,
     shard: Shard,
     f: LayerFunction,
     layers: Any,
@@ -47,9 +44,7 @@ def run_1f1b(
     the layers run in `run_pipeline`.
 
     Args:
-        pipeline: The 1F1B pipeline.
-        mesh: Mesh that has the pipeline's axis.
-        make_stage_shard: Returns the `Shard` within a stage.
+        region: The stages of the 1F1B pipeline.
         shard: The `Shard` outside of the stages. Used by `head` if nothing is differentiated.
         f: Applies one layer, as in `Shard.apply_layers`.
         layers: Parameters, stacked on a leading axis.
@@ -62,22 +57,27 @@ def run_1f1b(
     @jax.custom_vjp
     def apply(*leaves: Any) -> Any:
         layers, x, rows, parameters, head_rows = jax.tree.unflatten(structure, leaves)
-        return head.f(parameters, run_pipeline(pipeline, mesh, make_stage_shard, f, layers, x, rows), head_rows, shard)
+        return head.f(parameters, run_pipeline(region, f, layers, x, rows), head_rows, shard)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         has_gradient = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
         arguments = jax.tree.unflatten(structure, [primal.value for primal in primals])
-        stage = _Stage(pipeline, make_stage_shard, f, head, jax.tree.leaves(has_gradient[2]))
-        stage_spec, replicated_spec = PartitionSpec(pipeline.axis), PartitionSpec()
-        run = jax.shard_map(
+        stage = _Stage(region, f, head, jax.tree.leaves(has_gradient[2]))
+        stage_axis, row_spec = region.pipeline.axis, region.row_spec
+        layers, layer_specs = region.copy_parameters(arguments[0], stage_axis)
+        parameters, parameter_specs = region.copy_parameters(arguments[3])
+        layer_gradient_spec, parameter_gradient_spec = region.copy_spec(stage_axis), region.copy_spec()
+        run = region.map(
             stage.run,
-            mesh=mesh,
-            in_specs=(stage_spec, stage_spec, stage_spec, replicated_spec, stage_spec),
-            out_specs=((replicated_spec, stage_spec), (stage_spec, stage_spec, stage_spec, replicated_spec)),
-            axis_names={pipeline.axis},
-            check_vma=False,
+            (layer_specs, row_spec, row_spec, parameter_specs, row_spec),
+            ((PartitionSpec(), row_spec), (layer_gradient_spec, row_spec, row_spec, parameter_gradient_spec)),
         )
-        return run(*arguments)
+        values, gradients = run(layers, *arguments[1:3], parameters, arguments[4])
+        layer_gradients, *row_gradients, parameter_gradients = gradients
+        layer_gradients, parameter_gradients = (
+            jax.tree.map(region.sum_copies, tree) for tree in (layer_gradients, parameter_gradients)
+        )
+        return values, (layer_gradients, *row_gradients, parameter_gradients)
 
     def backward(gradients: Any, cotangents: Any) -> Any:
         cotangent = jax.tree.leaves(cotangents)[0]
@@ -126,14 +126,13 @@ class _Stage:
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        make_stage_shard: MakeStageShard,
+        region: StageRegion,
         f: LayerFunction,
         head: LossHead,
         has_gradient: list[bool],
     ) -> None:
         """`has_gradient`: Whether each leaf of `rows` (the per-sequence inputs of every layer) has a gradient."""
-        self._pipeline, self._make_stage_shard, self._f, self._head = pipeline, make_stage_shard, f, head
+        self._region, self._pipeline, self._f, self._head = region, region.pipeline, f, head
         self._has_gradient = has_gradient
 
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
@@ -143,7 +142,8 @@ class _Stage:
         """
         pipeline = self._pipeline
         stages, microbatches, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
-        self._shard, self._stage_index = self._make_stage_shard(), jax.lax.axis_index(axis)
+        self._shard, self._stage_index = self._region.make_shard(), jax.lax.axis_index(axis)
+        layers, parameters = map(self._region.drop_copies, (layers, parameters))
         self._layers, self._parameters = layers, parameters
         self._head_rows = jax.tree.map(self._split_microbatches, head_rows)
         self._rows = jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, rows))
@@ -160,9 +160,11 @@ class _Stage:
         row_gradients = [
             self._scatter_rows(next(next_row_gradient)) if has_gradient else None for has_gradient in self._has_gradient
         ]
-        layer_gradients = [next(next_layer_gradient) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
+        layer_gradients = [next(next_layer_gradient) if is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
         parameter_gradients = jax.lax.psum(jax.tree.leaves(state.head_gradients), axis)
-        values = jax.lax.psum(state.sums, axis), jax.tree.map(self._join_microbatches, by_row)
+        layer_gradients, parameter_gradients = map(self._region.add_copies, (layer_gradients, parameter_gradients))
+        sums = jax.lax.psum(state.sums, (axis, *self._region.batch_axes))
+        values = sums, jax.tree.map(self._join_microbatches, by_row)
         return values, (layer_gradients, stream_gradients, row_gradients, parameter_gradients)
 
     def _init_state(self, queued_streams: Any) -> _StageState:
@@ -172,7 +174,7 @@ class _Stage:
         inputs = jax.tree.map(lambda x: jnp.zeros((pipeline.stored_microbatches, repeats, *x.shape), x.dtype), stream)
         local_rows, head_rows = jax.tree.map(self._scatter_microbatch, stream), index_tree(self._head_rows, 0)
         sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, local_rows)
-        float_leaves = [leaf for leaf in jax.tree.leaves(self._layers) if _is_float(leaf)]
+        float_leaves = [leaf for leaf in jax.tree.leaves(self._layers) if is_float(leaf)]
         return _StageState(
             queued_streams,
             stream,
@@ -215,7 +217,7 @@ class _Stage:
         input_stream = where_tree(
             self._stage_index == 0, index_tree(state.queued_streams, microbatch), state.received_stream
         )
-        output_stream, inputs = jax.lax.scan(body, input_stream, fold_in_keys(self._layers, microbatch))
+        output_stream, inputs = jax.lax.scan(body, input_stream, self._region.fold_in_keys(self._layers, microbatch))
         inputs = update_slot(state.inputs, inputs, microbatch % self._pipeline.stored_microbatches, valid)
         return state._replace(inputs=inputs, received_stream=self._exchange(output_stream, 1)), output_stream
 
@@ -233,18 +235,21 @@ class _Stage:
 
             def apply_layer(x: Any, float_leaves: list[jax.Array], differentiable_rows: list[jax.Array]) -> Any:
                 next_leaf = iter(float_leaves)
-                all_leaves = [next(next_leaf) if _is_float(leaf) else leaf for leaf in leaves]
+                all_leaves = [next(next_leaf) if is_float(leaf) else leaf for leaf in leaves]
                 return self._f(
                     x, jax.tree.unflatten(structure, all_leaves), replace_rows(differentiable_rows), self._shard
                 )
 
-            _, vjp = jax.vjp(apply_layer, x, [leaf for leaf in leaves if _is_float(leaf)], differentiable_rows)
+            _, vjp = jax.vjp(apply_layer, x, [leaf for leaf in leaves if is_float(leaf)], differentiable_rows)
             g, layer_gradients, more_row_gradients = vjp(g)
             return (g, _add_trees(row_gradients, more_row_gradients)), layer_gradients
 
         g = where_tree(self._stage_index == stages - 1, head_gradient, state.received_gradient)
         inputs = index_tree(state.inputs, microbatch % self._pipeline.stored_microbatches)
-        start, scanned = (g, _zero_sums(differentiable_rows)), (fold_in_keys(self._layers, microbatch), inputs)
+        start, scanned = (
+            (g, _zero_sums(differentiable_rows)),
+            (self._region.fold_in_keys(self._layers, microbatch), inputs),
+        )
         (g, row_gradients), stacked_gradients = jax.lax.scan(body, start, scanned, reverse=True)
         earlier_row_gradients = index_tree(state.row_gradients, microbatch)
         return state._replace(
@@ -324,10 +329,6 @@ class _Stage:
     def _scatter_rows(self, x: jax.Array) -> jax.Array:
         """Sum an array (microbatch, rows, ...) over stages, and return this stage's part (rows, ...)."""
         return self._join_microbatches(jax.vmap(self._scatter_microbatch)(x))
-
-
-def _is_float(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _zeros_like(tree: Any) -> Any:

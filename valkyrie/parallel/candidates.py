@@ -139,14 +139,14 @@ class Candidates:
     def can_sum_gradients_once(self) -> np.ndarray:
         """Whether a step can add up gradients per shard of the batch, and sum them over devices once, for each layout.
 
-        A pipeline sums gradients in its own loop. Axes such as experts that split the batch too are never gathered, so
-        their gradients have no part per shard of the batch.
+        The stages of a pipeline do so for the turns of their loop. Axes such as experts that split the batch too are
+        never gathered, so their gradients have no part per shard of the batch.
         """
         batch_axes = self.activations[BATCH]
         is_dispatched = any(
             axis in batch_axes for logical in self.arrays.dispatched_axes for axis in self.stored_axes(logical)
         )
-        accumulates = (self.microbatches > 1) & (self.stages == 1) & (self.axes_size(batch_axes) > 1)
+        accumulates = ((self.microbatches > 1) | (self.stages > 1)) & (self.axes_size(batch_axes) > 1)
         return accumulates & (not is_dispatched) & (not self.sums_once)
 
     def is_split_twice(self, logical: str | None) -> np.ndarray:

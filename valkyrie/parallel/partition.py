@@ -60,9 +60,9 @@ class SumGradientsPer(Enum):
     `auto`: `step` if the arrays take no more memory than under `microbatch`, or if the estimated memory, with the error
     of the estimate, fits on the target. Otherwise `microbatch`.
 
-    Pipelines sum gradients in their own loop, and experts whose mesh axes split the batch need `microbatch`: for both,
-    the setting has no effect. Under `step`, the random masks of dropout also depend on the number of shards of the
-    batch.
+    In a pipeline, `step` also gathers the parameters of a stage only once, in float32. `microbatch` gathers them, and
+    sums their gradients, in every turn. The setting has no effect if the mesh axes of experts split the batch: they
+    need `microbatch`. Under `step`, the random masks of dropout also depend on the number of shards of the batch.
     """
 
     auto = "auto"

@@ -1,7 +1,8 @@
 """Pipeline parallelism: microbatches pass through stages of stacked layers along a mesh axis.
 
-Code here is manual only over the pipeline's axis (`jax.shard_map` with `axis_names`). Within a stage, the other mesh
-axes split arrays as they do without a pipeline, so pipelines compose with data, tensor and fully sharded parallelism.
+Code here is manual over the pipeline's axis (`jax.shard_map` with `axis_names`) and, if a step sums gradients over
+devices once, over the mesh axes that split the batch. Within a stage, the other mesh axes split arrays as they do
+without a pipeline, so pipelines compose with data, tensor and fully sharded parallelism.
 Outside the stacked layers, each stage computes different rows of the batch, so that all stages share the work of the
 embedding and the head.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,92 @@ from valkyrie.precision import ACCUMULATOR_DTYPE
 SEND_SCOPE = "sent_on"
 """Named scope of the permutes that send microbatches between stages."""
 
-MakeStageShard = Callable[[], Shard]
-"""Returns the `Shard` within a stage. Called where the pipeline's axis is manual."""
+
+class StageRegion(NamedTuple):
+    """The part of a program that runs in pipeline stages: manual over the pipeline's axis and over `batch_axes`.
+
+    Args:
+        pipeline: The pipeline.
+        mesh: Mesh that has the pipeline's axis.
+        make_shard: Returns the `Shard` within a stage. Called inside the region.
+        batch_axes: Mesh axes that split the batch, if each device adds up the gradients of its own rows, and a step
+            sums them over these axes once. Empty if the gradients of every microbatch are summed.
+        reduction_dtype: Dtype of the sum over `batch_axes`.
+    """
+
+    pipeline: Pipeline
+    mesh: Any
+    make_shard: Callable[[], Shard]
+    batch_axes: tuple[str, ...]
+    reduction_dtype: str
+
+    @property
+    def row_spec(self) -> PartitionSpec:
+        """Spec of arrays with one entry per row of the batch."""
+        return PartitionSpec((self.pipeline.axis, *self.batch_axes))
+
+    def map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Wrap `f` so that it runs in the region, with the local parts of its arguments."""
+        axes = {self.pipeline.axis, *self.batch_axes}
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+    def copy_parameters(self, tree: Any, *axes: str) -> tuple[Any, Any]:
+        """Return a tree of parameters with a copy for each shard of the batch, and the specs of its arrays.
+
+        Copies are stacked on a leading dimension (`drop_copies` removes it), so that each has its own gradient. Arrays
+        that have no gradient are not copied. `axes` are the mesh axes of the leading dimensions in `tree`.
+        """
+        shards = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+        @jax.custom_vjp
+        def copy(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (shards, *x.shape))
+
+        copy.defvjp(lambda x: (copy(x), None), lambda _, g: (self.sum_copies(g),))
+        specs = jax.tree.map(lambda x: self.copy_spec(*axes) if is_float(x) else PartitionSpec(*axes), tree)
+        return jax.tree.map(lambda x: copy(x) if self.batch_axes and is_float(x) else x, tree), specs
+
+    def copy_spec(self, *axes: str) -> PartitionSpec:
+        """Spec of a parameter, or of its gradient, with a copy for each shard of the batch."""
+        return PartitionSpec(*((self.batch_axes,) if self.batch_axes else ()), *axes)
+
+    def drop_copies(self, tree: Any) -> Any:
+        """Return the parameters of this device, without the dimension of copies. Call it inside the region."""
+        return jax.tree.map(lambda x: x[0] if self.batch_axes and is_float(x) else x, tree)
+
+    def add_copies(self, tree: Any) -> Any:
+        """Return the gradients of this device with a dimension of copies. Call it inside the region."""
+        return jax.tree.map(lambda x: x[None] if self.batch_axes else x, tree)
+
+    def sum_copies(self, gradient: jax.Array) -> jax.Array:
+        """Sum a gradient with a dimension of copies over the shards of the batch. Call it outside of the region."""
+        return sum_shards(gradient, self.reduction_dtype).astype(gradient.dtype) if self.batch_axes else gradient
+
+    def fold_in_keys(self, layers: Any, microbatch: jax.Array) -> Any:
+        """Fold the microbatch into the random keys of layers, so that dropout differs between microbatches.
+
+        Also folds in the shard of the batch, if the region is manual over its mesh axes.
+        """
+        shards = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+        number = microbatch * shards + jax.lax.axis_index(self.batch_axes) if self.batch_axes else microbatch
+
+        def fold_in(x: jax.Array) -> jax.Array:
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return jax.vmap(lambda key: jax.random.fold_in(key, number))(x) if is_key else x
+
+        return jax.tree.map(fold_in, layers)
 
 
-def run_pipeline(
-    pipeline: Pipeline, mesh: Any, make_stage_shard: MakeStageShard, f: LayerFunction, layers: Any, x: Any, rows: Any
-) -> Any:
+def sum_shards(x: jax.Array, dtype: str) -> jax.Array:
+    """Sum an array of shape (shards of the batch, ...) over the shards, in the dtype that devices should send."""
+    terms = x.astype(dtype)
+    # Not `jnp.sum`, which adds bfloat16 in float32: the devices would send twice the bytes.
+    return jax.lax.reduce(terms, terms.dtype.type(0), jax.lax.add, (0,))
+
+
+def run_pipeline(region: StageRegion, f: LayerFunction, layers: Any, x: Any, rows: Any) -> Any:
     """Apply `f` once per layer, in stages along the pipeline's axis. Returns the stream after the last layer.
 
     `f`, `layers`, `x` and `rows` are as in `Shard.apply_layers`. In turn t, stage s computes its layers for microbatch
@@ -39,15 +119,16 @@ def run_pipeline(
     arbitrary microbatch, and the result is discarded. JAX reverses the scan over turns for the backward pass, and saves
     its residuals for all microbatches (GPipe).
     """
+    pipeline = region.pipeline
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, layers)
 
     def apply_layer(x: Any, layer: Any, rows: Any, shard: Shard) -> Any:
         return f(x, jax.tree.map(_cast_float, layer, dtypes), rows, shard)
 
     def run_stage(layers: Any, x: Any, rows: Any) -> Any:
-        shard, stage_index = make_stage_shard(), jax.lax.axis_index(pipeline.axis)
+        shard, stage_index = region.make_shard(), jax.lax.axis_index(pipeline.axis)
         rows = _gather_microbatches(pipeline, shard, rows)
-        layer_groups = _deal_layers(pipeline, layers, stage_index)
+        layer_groups = _deal_layers(pipeline, region.drop_copies(layers), stage_index)
         last_index = pipeline.rounds * pipeline.microbatches - 1
 
         def run_turn(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
@@ -60,7 +141,7 @@ def run_pipeline(
             microbatch, layer_group = work_index % pipeline.microbatches, work_index // pipeline.microbatches
             input_stream = where_tree(stage_index == 0, index_tree(queued_streams, microbatch), received_stream)
             stage_layers = layer_groups if pipeline.rounds == 1 else index_tree(layer_groups, layer_group)
-            stage_layers = fold_in_keys(stage_layers, microbatch)
+            stage_layers = region.fold_in_keys(stage_layers, microbatch)
             output_stream = scan_layers(apply_layer, stage_layers, input_stream, index_tree(rows, microbatch), shard)
             return (queued_streams, _send_to_next(pipeline, output_stream)), None
 
@@ -70,11 +151,8 @@ def run_pipeline(
         queued_streams = update_slot(queued_streams, received_stream, last_index % pipeline.microbatches, True)
         return _scatter_rows(pipeline, shard, queued_streams, stage_index == 0)
 
-    stage_spec = PartitionSpec(pipeline.axis)
-    run = jax.shard_map(
-        run_stage, mesh=mesh, in_specs=stage_spec, out_specs=stage_spec, axis_names={pipeline.axis}, check_vma=False
-    )
-    return run(jax.tree.map(_widen, layers), x, rows)
+    layers, layer_specs = region.copy_parameters(jax.tree.map(_widen, layers), pipeline.axis)
+    return region.map(run_stage, (layer_specs, region.row_spec, region.row_spec), region.row_spec)(layers, x, rows)
 
 
 def save_without_copies(f: LayerFunction) -> LayerFunction:
@@ -210,24 +288,22 @@ def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
 
     The dimensions before it are replicated, and those after it unconstrained.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.manual_axes) == set(mesh.axis_names):
+        return x  # JAX has no constraints where no axis is left
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - dimension - 1)
     spec = PartitionSpec(*[None] * dimension, shard.activation_mesh_axes(BATCH) or None, *free)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
-
-
-def fold_in_keys(layers: Any, microbatch: jax.Array) -> Any:
-    """Fold the microbatch into the random keys of layers, so that dropout differs between microbatches."""
-
-    def fold_in(x: jax.Array) -> jax.Array:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.vmap(lambda key: jax.random.fold_in(key, microbatch))(x) if is_key else x
-
-    return jax.tree.map(fold_in, layers)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _widen(x: jax.Array) -> jax.Array:
     """Cast a floating-point parameter to at least float32, the dtype for sums of microbatch gradients."""
-    return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR_DTYPE.value)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR_DTYPE.value)) if is_float(x) else x
+
+
+def is_float(x: jax.Array) -> bool:
+    """Whether an array has numbers of floating point, so that it can have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _cast_float(x: jax.Array, dtype: Any) -> jax.Array:

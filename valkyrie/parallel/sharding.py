@@ -15,7 +15,8 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.alternating import run_1f1b
 from valkyrie.parallel.layout import Layout, find_rule
 from valkyrie.parallel.partition import GradientSum
-from valkyrie.parallel.pipeline import run_pipeline, save_without_copies
+from valkyrie.parallel.pipeline import StageRegion, run_pipeline, save_without_copies
+from valkyrie.precision import ACCUMULATOR_DTYPE
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -29,18 +30,33 @@ class MeshShard:
     """The `Shard` of a layout on a mesh, made of sharding constraints and `jax.shard_map`."""
 
     def __init__(
-        self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
+        self,
+        layout: Layout,
+        mesh: AnyMesh,
+        backend: str | None = None,
+        gradient_sum: GradientSum = GradientSum.auto,
+        *,
+        sums_gradients_once: bool = False,
+        reduction_dtype: str = ACCUMULATOR_DTYPE.value,
     ) -> None:
-        """`backend` is the JAX platform of the program, or None for the default.
+        """Make the `Shard` of a layout.
 
-        `gradient_sum` is used if the partition has `gradient_sum: auto`. If both are `auto`, gradients are
-        reduce-scattered.
+        Args:
+            layout: The layout.
+            mesh: Its mesh.
+            backend: JAX platform of the program, or None for the default.
+            gradient_sum: Used if the partition has `gradient_sum: auto`. If both are `auto`, gradients are
+                reduce-scattered.
+            sums_gradients_once: Whether a pipeline sums gradients over the shards of the batch once per step
+                (`SumGradientsPer`).
+            reduction_dtype: Dtype of this sum.
         """
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
         self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
         self._can_check_vma = True
+        self._sums_gradients_once, self._reduction_dtype = sums_gradients_once, reduction_dtype
         self._uses_all_to_all = (
             gradient_sum if configured is GradientSum.auto else configured
         ) is GradientSum.all_to_all
@@ -144,16 +160,20 @@ class MeshShard:
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
+        batch_axes = self.layout.stage_layout.activations[BATCH] if self._sums_gradients_once else ()
+        batch_axes = tuple(axis for axis in batch_axes if self.layout.mesh.axes[axis] > 1)
+        region = StageRegion(pipeline, self.mesh, self._make_stage_shard, batch_axes, self._reduction_dtype)
         if head is not None and pipeline.is_1f1b:
-            return run_1f1b(pipeline, self.mesh, self._make_stage_shard, self, f, layers, x, rows, head)
+            return run_1f1b(region, self, f, layers, x, rows, head)
         if self.layout.remat.saves_everything:
             f = save_without_copies(f)
-        return apply_head(head, run_pipeline(pipeline, self.mesh, self._make_stage_shard, f, layers, x, rows), self)
+        return apply_head(head, run_pipeline(region, f, layers, x, rows), self)
 
     def _make_stage_shard(self) -> MeshShard:
         """Return the `Shard` for use within a stage. Call it inside `jax.shard_map` over the pipeline's axis."""
-        mesh = jax.sharding.get_abstract_mesh()
-        return MeshShard(self.layout.stage_layout, mesh, self.backend, self._gradient_sum)
+        layout = self.layout.stage_layout
+        layout = layout.batch_shard_layout if self._sums_gradients_once else layout
+        return MeshShard(layout, jax.sharding.get_abstract_mesh(), self.backend, self._gradient_sum)
 
     def map(
         self,
@@ -183,13 +203,15 @@ class MeshShard:
             # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
             runs_pallas_tpu = get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
             check_vma = self._can_check_vma and not runs_pallas_tpu
-        manual = _manual_axes(self.mesh)
+        axes = {axis for axis in self.mesh.axis_names if axis not in _manual_axes(self.mesh)}
+        if not axes:  # in a pipeline's stage, `f` runs on each device already
+            return f
         return jax.shard_map(
             f,
             mesh=self.mesh,  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={axis for axis in self.mesh.axis_names if axis not in manual},
+            axis_names=axes,
             check_vma=check_vma,
         )
 
@@ -224,7 +246,7 @@ class BatchShard(MeshShard):
 
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the manual axes of a mesh: the pipeline's axis within a stage, otherwise none."""
+    """Return the manual axes of a mesh: within a pipeline's stage those of its `StageRegion`, otherwise none."""
     return mesh.manual_axes if isinstance(mesh, jax.sharding.AbstractMesh) else ()
 
 

@@ -169,8 +169,27 @@ class MemoryEstimator:
             gradients=gradients,
             optimizer=optimizer_state * (partition.optimizer_memory is MemoryKind.device),
             ema=ema * on_device,
-            activations=self._activations(remat, gradients),
+            activations=self._activations(remat, gradients, gradients_kind) + self._stage_copies(gradients_kind),
         )
+
+    def _stage_copies(self, gradients_kind: str) -> np.ndarray:
+        """Return the bytes of copies of a pipeline stage's parameters, or 0 without a pipeline.
+
+        XLA casts them to the compute dtype once, before the loop over turns. A pipeline that sums gradients once also
+        gathers them there. A circular schedule has three more, in float32: the layers from other stages, and two of
+        their gradients.
+        """
+        layouts, policy = self.layouts, self.run.config.precision
+        if not (layouts.stages > 1).any():
+            return np.zeros(len(layouts))
+        elements = sum(
+            layouts.shard_elements(spec, gradients_kind)
+            for spec in self.run.model.parameters().values()
+            if LAYERS in spec.axes
+        )
+        cast = 0 if policy.parameter == policy.compute else policy.compute.itemsize
+        dealt = np.where(layouts.rounds > 1, 3 * ACCUMULATOR_DTYPE.itemsize, 0)
+        return np.where(layouts.stages > 1, (cast + dealt) * elements, 0.0)
 
     def saved_by_location(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
         """Return the bytes saved for the backward pass, by location and activation name (`UNNAMED` if it has none)."""
@@ -218,20 +237,21 @@ class MemoryEstimator:
     def _gradient_bytes(self) -> dict[str, np.ndarray]:
         """Bytes per device of gradients, by how those of microbatches are split (see `Candidates.shard_elements`)."""
         layouts, config, bytes_by_kind = self.layouts, self.run.config, {}
+        is_pipelined = layouts.stages > 1
         for kind in ("stored", "accumulated"):
             parameters, reduced_gradients, accumulators = (np.zeros(len(layouts)) for _ in range(3))
             for spec in self.run.model.parameters().values():
                 elements = layouts.shard_elements(spec, kind)
                 parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
                 reduced_gradients += elements * config.precision.reduction.itemsize
-                accumulators += elements * ACCUMULATOR_DTYPE.itemsize
+                accumulates = np.where(is_pipelined, LAYERS in spec.axes, layouts.microbatches > 1)
+                accumulators += elements * ACCUMULATOR_DTYPE.itemsize * accumulates
             # XLA converts gradients to the parameters' dtype as they are produced, if that is smaller. Microbatches,
-            # also those of a pipeline, add up in float32.
-            accumulators = np.where(layouts.microbatches > 1, accumulators, 0)
+            # also the turns of a pipeline, add up in float32.
             bytes_by_kind[kind] = np.minimum(parameters, reduced_gradients) + accumulators
         return bytes_by_kind
 
-    def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
+    def _activations(self, remat: RematConfig, gradients: np.ndarray, gradients_kind: str) -> np.ndarray:
         """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
         saved_total, unnamed_total = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
@@ -242,10 +262,17 @@ class MemoryEstimator:
         for activation, bytes_ in gathered_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
+        # A stage has the activations of its current turn twice: in the loop over layers, and in the stack of all turns.
+        layouts = self.layouts
+        turns = layouts.rounds * layouts.microbatches + layouts.stages - 1
+        copies = np.where((layouts.stages > 1) & (not layouts.is_1f1b), 1 + 1 / turns, 1)
+        saved_total, unnamed_total = copies * saved_total, copies * unnamed_total
         logits_bytes, group_bytes, named_bytes = self._working_sets
         # In the backward pass of a group: gathered keys and values with their gradients, and the gathered inputs of a
         # mixer and a feed-forward with theirs.
-        gathered_bytes = self.gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
+        gathers_layers = (layouts.stages == 1) | (gradients_kind == "stored")
+        gathered_bytes = self.gathered_bytes * gathers_layers
+        gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
         gathered_bytes = gathered_bytes + self._gathered_batch_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
@@ -359,7 +386,7 @@ def to_candidates(runs: Sequence[Run]) -> Candidates:
 def accumulated_gradients(run: Run, chip: ChipConfig | None = None) -> AccumulatedGradients | None:
     """Return how often a step of a run sums gradients over devices, and the memory for them.
 
-    Returns None if the run has no choice: without microbatches, in a pipeline, or if no mesh axis splits the batch.
+    Returns None if the run has no choice: without microbatches or a pipeline, or if no mesh axis splits the batch.
     `chip` limits the memory if the run's target has no chip.
     """
     estimator = MemoryEstimator(run, to_candidates([run]), run.config.target.chip or chip)

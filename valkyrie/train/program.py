@@ -48,7 +48,17 @@ class StepProgram:
         self.run = run
         self.layout = run.layout
         self.mesh = mesh
-        self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
+        chip = self._chip(mesh, backend)
+        self.sums_gradients_once = sums_gradients_once(run, chip)
+        """Whether gradients of microbatches are summed over devices once per step (`SumGradientsPer`)."""
+        self.shard = MeshShard(
+            self.layout,
+            mesh,
+            backend,
+            _gradient_sum(chip),
+            sums_gradients_once=self.sums_gradients_once,
+            reduction_dtype=config.precision.reduction.value,
+        )
         self.task = run.task
         self.builder = ModelBuilder(run.model, Numerics.from_policy(config.precision))
         self.parameter_names = list(self.builder.specs)
@@ -213,11 +223,6 @@ class StepProgram:
 
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.builder, self.optimizer, self._keep_ema, seed, self.carry)
-
-    @cached_property
-    def sums_gradients_once(self) -> bool:
-        """Whether gradients of microbatches are summed over devices once per step (`SumGradientsPer`)."""
-        return sums_gradients_once(self.run, self._chip(self.mesh, self.backend))
 
     @property
     def carry(self) -> dict[str, Array]:

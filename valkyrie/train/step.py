@@ -12,6 +12,7 @@ import optax
 
 from valkyrie.axes import BATCH, Shard
 from valkyrie.optim import UNAVERAGED_GROUPS
+from valkyrie.parallel.pipeline import sum_shards
 from valkyrie.parallel.sharding import BatchShard
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.state import TrainState, copy_to_device
@@ -178,9 +179,7 @@ def _constrain(tree: Any, shardings: Any) -> Any:
 
 def _add_shards(program: StepProgram, gradients: jax.Array) -> jax.Array:
     """Add the gradients of all shards of the batch, of shape (shards, ...), in the reduction dtype."""
-    terms = gradients.astype(program.run.config.precision.reduction.value)
-    # Not `jnp.sum`, which adds bfloat16 in float32: the devices would send twice the bytes.
-    return jax.lax.reduce(terms, terms.dtype.type(0), jax.lax.add, (0,))
+    return sum_shards(gradients, program.run.config.precision.reduction.value)
 
 
 def _in_device_memory(sharding: Any) -> Any:

@@ -37,7 +37,6 @@ class Efficiency:
         scatters: Time of a reduce-scatter relative to an all-gather. 2 if the compiler implements it as an all-reduce
             and a slice.
         start_s, outer_start_s: Latency of starting a collective, and a message between slices or hosts, in seconds.
-        loop_sums: 1 if the compiler sums gradients in every iteration of a pipeline's loop.
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
         whole_batches: Share of the time of batch all-gathers that is exposed. If an axis of a parameter is sharded over
             both data axes and other mesh axes, XLA all-gathers the batch to compute the gradient.
@@ -72,7 +71,6 @@ class Efficiency:
     scatters: float = 1.0
     start_s: float = assumptions.COLLECTIVE_START_S
     outer_start_s: float = assumptions.DCN_LATENCY_S
-    loop_sums: float = 0.0
     whole_sums: float = 0.0
     whole_batches: float = 0.4
     windowed: float = 1.0

@@ -16,14 +16,14 @@ from functools import cached_property
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
+from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.block import SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
-from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
+from valkyrie.search.estimate.parameters import ParameterTimes
 from valkyrie.search.estimate.work import Mixing, Product, StepWork
 from valkyrie.train.memory import MemoryEstimator
 
@@ -86,6 +86,7 @@ class StepEstimator:
         )
         self.local_tokens = self.local_tokens / layouts.microbatches
         """Tokens per device and microbatch."""
+        self._parameter_times = ParameterTimes(work, layouts, efficiency, network, self.hbm_bandwidth)
         self.layer_share = work.passes / layouts.stages
         """Share of the model's layers that a device runs, times the passes through the stack of layers per step."""
 
@@ -106,20 +107,24 @@ class StepEstimator:
         launch_s = e.launch_s * sum(launches) * self.layer_share
         activations = self._activation_collectives(remat, recompute_flags)
         sums_once = self.memory.sums_gradients_once(remat)
-        gather_s, (loop_sum_s, last_sum_s) = self._weight_gather_seconds, self._gradient_sum_seconds(sums_once)
+        (loop_gather_s, first_gather_s), (loop_sum_s, last_sum_s) = (
+            self._parameter_times.gather_seconds(sums_once),
+            self._parameter_times.sum_seconds(sums_once),
+        )
         exposed_s = {
             "activations": exposed_seconds(activations, compute_s, e.hidden_activations),
-            "weights": exposed_seconds(gather_s, compute_s, e.hidden_weights),
+            "weights": exposed_seconds(loop_gather_s, compute_s, e.hidden_weights),
             "gradients": exposed_seconds(loop_sum_s / m, compute_s, e.hidden_gradients),
             "host": exposed_seconds(2 * host_bytes * self.layer_share / self.host_bandwidth, compute_s, e.hidden_host),
         }
-        stage_s = compute_s + exposed_s["activations"] + exposed_s["weights"]
+        accumulation_s = self._parameter_times.accumulation_seconds(sums_once)
+        stage_s = compute_s + exposed_s["activations"] + exposed_s["weights"] + accumulation_s
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
-        parts |= {"moving": m * moving, "head": m * self._head_seconds}
+        parts |= {"moving": m * (moving + accumulation_s), "head": m * self._head_seconds}
         parts |= {name: m * seconds for name, seconds in exposed_s.items()}
+        parts["weights"] = parts["weights"] + first_gather_s
         parts["gradients"] = parts["gradients"] + last_sum_s
-        parts["moving"] = parts["moving"] + np.where(sums_once, m * self._accumulation_seconds, 0.0)
-        parts["gradients"] = parts["gradients"] + self._zero1_gather_seconds * (1 - e.hidden_updates)
+        parts["gradients"] = parts["gradients"] + self._parameter_times.zero1_gather_seconds * (1 - e.hidden_updates)
         parts["launching"] = m * np.maximum(launch_s - stage_s, 0.0)
         idle = (stages - 1) / layouts.rounds
         parts["bubble"] = idle * np.maximum(stage_s, launch_s)
@@ -372,72 +377,6 @@ class StepEstimator:
         return 2 * self.network.all_reduce(layouts, vocab, rows)
 
     @cached_property
-    def _weight_gather_seconds(self) -> np.ndarray:
-        """Seconds per microbatch of gathering parameters that data axes shard, once forward and once backward."""
-        seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
-        for spec in self.work.parameters.values():
-            axes = self._gathered_axes(spec)
-            if axes:
-                seconds += 2 * self.network.all_gather(
-                    self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
-                )
-        return seconds
-
-    def _gradient_sum_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds per step spent summing gradients over data axes: in the backward passes, and after them.
-
-        Gradients are summed in the backward pass of each microbatch, or of one in a pipeline or with
-        `Candidates.sums_once`. With `loop_sums`, a pipeline sums them in every iteration, unless `Candidates.sums_once`
-        is set. ZeRO-1 uses reduce-scatters instead of all-reduces, unless `whole_sums` is set. For layouts in the mask
-        `sums_once`, only sums over the sequence are in the backward passes. Those over the batch follow the last
-        microbatch, where no products overlap with them.
-        """
-        layouts, (over_all, over_sequence, over_batch) = self.layouts, self._sum_seconds_by_axes
-        ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
-        sum_count = np.where(layouts.stages > 1, ticks, layouts.microbatches)
-        in_loop = np.where(sums_once, over_sequence, over_all) * np.where(layouts.sums_once, 1, sum_count)
-        return in_loop, np.where(sums_once, over_batch, 0.0)
-
-    @cached_property
-    def _sum_seconds_by_axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a sum of all gradients over all data axes, over those of the sequence, and those of the batch."""
-        layouts, batch_axes = self.layouts, self.layouts.activations[BATCH]
-        over_all = self._sum_seconds(layouts.data_axes)
-        if not layouts.can_sum_gradients_once.any():
-            return over_all, over_all, over_all
-        sequence_axes = tuple(axis for axis in layouts.data_axes if axis not in batch_axes)
-        return over_all, self._sum_seconds(sequence_axes), self._sum_seconds(batch_axes, "accumulated")
-
-    def _sum_seconds(self, data_axes: Sequence[str], kind: str = "used") -> np.ndarray:
-        """Return the seconds of summing all gradients once over these data axes, from shards of a kind of parameter."""
-        layouts, seconds = self.layouts, np.zeros(len(self.layouts))
-        itemsize = self.work.run.config.precision.reduction.itemsize
-        for spec in self.work.parameters.values():
-            split = tuple(axis for axis in self._gathered_axes(spec) if axis in data_axes)
-            stored = [m for axis in spec.axes for m in layouts.stored_axes(axis)]
-            # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
-            # has received the tokens of all devices.
-            summed_axes = tuple(axis for axis in data_axes if axis not in stored)
-            bytes_ = self.layouts.shard_elements(spec, kind) * itemsize
-            seconds += self.network.reduce_scatter(layouts, split, bytes_)
-            scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
-            reduce = self.network.reduce_scatter if scattered else self.network.all_reduce
-            seconds += reduce(layouts, summed_axes, bytes_ / layouts.axes_size(split))
-        return seconds
-
-    @cached_property
-    def _accumulation_seconds(self) -> np.ndarray:
-        """Seconds per microbatch of adding gradients to float32 arrays that the batch's mesh axes do not split.
-
-        Counts only what `SumGradientsPer.step` adds: arrays split like stored parameters are in the fitted constants.
-        """
-        extra = _sum_arrays(
-            self.layouts.shard_elements(spec, "accumulated") - self.layouts.shard_elements(spec, "stored")
-            for spec in self.work.parameters.values()
-        )
-        return 3 * ACCUMULATOR_DTYPE.itemsize * extra / self.hbm_bandwidth
-
-    @cached_property
     def _pipeline_ends(self) -> np.ndarray:
         """Seconds of communication at both ends of a pipeline, once per step.
 
@@ -453,23 +392,6 @@ class StepEstimator:
         return seconds + self.network.all_reduce(
             layouts, axes, itemsize * _sum_arrays(self.layouts.shard_elements(spec, "used") for spec in outside_layers)
         )
-
-    @cached_property
-    def _zero1_gather_seconds(self) -> np.ndarray:
-        """Seconds of gathering the updated parameters under ZeRO-1, once per step."""
-        seconds = np.zeros(len(self.layouts))
-        if self.layouts.partition.zero1:
-            for spec in self.work.parameters.values():
-                bytes_ = (
-                    4 * self.layouts.shard_elements(spec, "used") / self.layouts.axes_size(self._gathered_axes(spec))
-                )
-                seconds += self.network.all_gather(
-                    self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True
-                )
-        return seconds
-
-    def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
-        return tuple(m for axis in spec.axes for m in self.layouts.gathered_axes(axis))
 
     @cached_property
     def _stage_send_seconds(self) -> np.ndarray:

@@ -91,7 +91,7 @@ def measure_chip(devices: Sequence[Any], compute_dtype: DType, team: Team) -> Ch
     peak, half_rate_flops = _product_speed(timer, dtype)
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
     estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
-    compiler_constants = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
+    compiler_constants = {"apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
     estimate |= compiler_constants  # how XLA's CPU compiler schedules collectives
     estimate |= {
         "half_rate_flops": half_rate_flops,

@@ -1,0 +1,166 @@
+"""Estimates the times to gather parameters, to sum their gradients over devices, and to add those of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from valkyrie.axes import BATCH, LAYERS, Parameter
+from valkyrie.parallel.candidates import Candidates
+from valkyrie.precision import ACCUMULATOR_DTYPE
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.network import CollectiveModel
+from valkyrie.search.estimate.work import StepWork
+
+
+class ParameterTimes:
+    """Estimates times that depend on the sizes of parameters, for all layouts.
+
+    Args:
+        work: Work of the step.
+        layouts: The layouts. Every returned array has one entry per layout, in seconds.
+        efficiency: Constants of the chip.
+        network: Model of collectives.
+        hbm_bandwidth: Bytes per second that a device achieves.
+    """
+
+    def __init__(
+        self,
+        work: StepWork,
+        layouts: Candidates,
+        efficiency: Efficiency,
+        network: CollectiveModel,
+        hbm_bandwidth: float,
+    ) -> None:
+        self.work, self.layouts, self.efficiency = work, layouts, efficiency
+        self.network, self.hbm_bandwidth = network, hbm_bandwidth
+
+    def gather_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of gathering parameters that data axes shard: per microbatch, and once before the first.
+
+        A microbatch gathers them forward and again backward, in the compute dtype. The stages of a pipeline that sums
+        gradients once (the mask `sums_once`) gather them once, in float32.
+        """
+        gathers_once = sums_once & (self.layouts.stages > 1)
+        once_s = self._weight_seconds * (ACCUMULATOR_DTYPE.itemsize / (2 * self.work.itemsize))
+        return np.where(gathers_once, 0.0, self._weight_seconds), np.where(gathers_once, once_s, 0.0)
+
+    @cached_property
+    def _weight_seconds(self) -> np.ndarray:
+        """Seconds of gathering parameters that data axes shard twice, in the compute dtype."""
+        seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
+        for spec in self.work.parameters.values():
+            axes = self._gathered_axes(spec)
+            if axes:
+                seconds += 2 * self.network.all_gather(
+                    self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
+                )
+        return seconds
+
+    def sum_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds per step spent summing gradients over data axes: in the backward passes, and after them.
+
+        Gradients are summed in the backward pass of each microbatch, or of the last one with `Candidates.sums_once`. A
+        pipeline also sums those of its idle turns. ZeRO-1 uses reduce-scatters instead of all-reduces, unless
+        `whole_sums` is set. For layouts in the mask `sums_once`, only sums over the sequence are in the backward
+        passes. Those over the batch follow the last microbatch, where no products overlap with them.
+        """
+        over_all, over_sequence, over_batch = self._sum_seconds_by_axes
+        return np.where(sums_once, over_sequence, over_all), np.where(sums_once, over_batch, 0.0)
+
+    def _count_sums(self, spec: Parameter) -> np.ndarray:
+        """Return how often a step sums the gradient of a parameter, if it does so in every backward pass.
+
+        A pipeline computes the gradients of parameters outside of the layers once.
+        """
+        layouts = self.layouts
+        if layouts.sums_once:
+            return np.ones(len(layouts))
+        return np.where(layouts.stages > 1, self._turns if LAYERS in spec.axes else 1, layouts.microbatches)
+
+    @property
+    def _turns(self) -> np.ndarray:
+        """Number of turns of a pipeline's stage, each through all of its layers, including idle turns."""
+        return self.layouts.microbatches + (self.layouts.stages - 1) / self.layouts.rounds
+
+    @cached_property
+    def _sum_seconds_by_axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of summing all gradients over all data axes, over those of the sequence, and those of the batch.
+
+        The first two are sums in the backward passes (`_count_sums`), the last is a single sum.
+        """
+        layouts, batch_axes = self.layouts, self.layouts.activations[BATCH]
+        over_all = self._sum_seconds(layouts.data_axes)
+        if not layouts.can_sum_gradients_once.any():
+            return over_all, over_all, over_all
+        sequence_axes = tuple(axis for axis in layouts.data_axes if axis not in batch_axes)
+        return over_all, self._sum_seconds(sequence_axes), self._sum_seconds(batch_axes, "accumulated")
+
+    def _sum_seconds(self, data_axes: Sequence[str], kind: str = "used") -> np.ndarray:
+        """Return the seconds of summing all gradients over these data axes, from shards of a kind of parameter.
+
+        Those of the kind `accumulated` are summed once.
+        """
+        layouts, seconds = self.layouts, np.zeros(len(self.layouts))
+        itemsize = self.work.run.config.precision.reduction.itemsize
+        for spec in self.work.parameters.values():
+            split = tuple(axis for axis in self._gathered_axes(spec) if axis in data_axes)
+            stored = [m for axis in spec.axes for m in layouts.stored_axes(axis)]
+            # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
+            # has received the tokens of all devices.
+            summed_axes = tuple(axis for axis in data_axes if axis not in stored)
+            bytes_ = self.layouts.shard_elements(spec, kind) * itemsize
+            count = 1 if kind == "accumulated" else self._count_sums(spec)
+            seconds += count * self.network.reduce_scatter(layouts, split, bytes_)
+            scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
+            reduce = self.network.reduce_scatter if scattered else self.network.all_reduce
+            seconds += count * reduce(layouts, summed_axes, bytes_ / layouts.axes_size(split))
+        return seconds
+
+    def accumulation_seconds(self, sums_once: np.ndarray) -> np.ndarray:
+        """Return the seconds per microbatch of adding its gradients to float32 arrays.
+
+        Without a pipeline, this counts only what `SumGradientsPer.step` (the mask `sums_once`) adds: arrays split like
+        stored parameters are in the fitted constants. A turn of a pipeline writes the gradients of its layers before it
+        adds them.
+        """
+        layouts, (unsplit, stored, extra) = self.layouts, self._accumulated_elements
+        # TODO: a turn of a circular schedule also adds zeros to the layers of the other rounds.
+        in_turns = 0.0 if layouts.sums_once else 4 * np.where(sums_once, unsplit, stored)
+        alone = np.where(sums_once, 3 * extra, 0.0)
+        elements = np.where(layouts.stages > 1, in_turns, alone)
+        return ACCUMULATOR_DTYPE.itemsize * elements / self.hbm_bandwidth
+
+    @cached_property
+    def _accumulated_elements(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Elements per device of the layers, split as within a shard of the batch and as stored.
+
+        The third item is how many more elements all parameters have if they are split as within a shard of the batch.
+        """
+        layouts = self.layouts
+        unsplit, stored, extra = (np.zeros(len(layouts)) for _ in range(3))
+        for spec in self.work.parameters.values():
+            accumulated_elements, stored_elements = (layouts.shard_elements(spec, k) for k in ("accumulated", "stored"))
+            extra += accumulated_elements - stored_elements
+            if LAYERS in spec.axes:
+                unsplit, stored = unsplit + accumulated_elements, stored + stored_elements
+        return unsplit, stored, extra
+
+    @cached_property
+    def zero1_gather_seconds(self) -> np.ndarray:
+        """Seconds of gathering the updated parameters under ZeRO-1, once per step."""
+        seconds = np.zeros(len(self.layouts))
+        if self.layouts.partition.zero1:
+            for spec in self.work.parameters.values():
+                bytes_ = (
+                    4 * self.layouts.shard_elements(spec, "used") / self.layouts.axes_size(self._gathered_axes(spec))
+                )
+                seconds += self.network.all_gather(
+                    self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True
+                )
+        return seconds
+
+    def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
+        return tuple(m for axis in spec.axes for m in self.layouts.gathered_axes(axis))
