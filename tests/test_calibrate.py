@@ -22,7 +22,7 @@ from valkyrie.search.calibrate import mode as calibrate
 from valkyrie.search.calibrate.mode import FITTED_CONSTANTS, fit_calibration
 from valkyrie.search.calibrate.replay_fit import fit_replays
 from valkyrie.search.compile.correction import MIN_RUNS, step_interval, target_correction
-from valkyrie.search.compile.show import describe_range
+from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.folder import ANSWER_FILE
@@ -153,7 +153,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     assert target_correction(target).chip_factor == replay_fit.factor
     interval = step_interval(2.0, target.chip, trains_dense_transformer=False)
     assert interval is not None and interval.low_s == pytest.approx(2.0 * (replay_fit.low or 0))
-    assert all(part in describe_range(interval) for part in (" 4 measured ", "-3% to +4%"))
+    assert all(part in describe_interval(interval) for part in (" 4 measured ", "-3% to +4%"))
 
 
 def write_and_read_rows(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:

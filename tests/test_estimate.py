@@ -581,6 +581,19 @@ def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
         assert (saved[0] > 1.2 * saved[1]) == (ratio > 1)
 
 
+def test_short_sequences_are_estimated_with_dense_attention() -> None:
+    base = ("mode=compile", "model=gpt_tiny", "target=v5e-8", "mesh=8x1x1", "partition=dp", "batch=2048", "remat=full")
+
+    def mixing_s(*settings: str) -> float:
+        run = shared_run(*base, *settings)
+        assert run.config.target.chip is not None
+        return estimate_runs([run], chip_efficiency(run.config.target.chip))[0]["mixing"]
+
+    kernel, dense = (f"model.attention.impl={name}" for name in ("kernel", "dense"))
+    assert mixing_s("seq=128") == mixing_s("seq=128", dense) > 3 * mixing_s("seq=128", kernel)
+    assert mixing_s("seq=256") == mixing_s("seq=256", kernel) < mixing_s("seq=256", dense)
+
+
 def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
     base = ("mode=compile", "model=gpt_1b", "mesh=16x1x1", "partition=fsdp", "batch=64", "seq=2048")
     narrow = ("model.embed=1280", "model.attention.head_dim=64")

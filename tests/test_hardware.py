@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers import assert_golden_message, compose_run
 from machines import compile_devices, needs_libtpu
-from valkyrie.hardware.chips import fill_missing_chip_fields, known_chips
+from valkyrie.hardware.chips import describe_price, fill_missing_chip_fields, known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms import tpu as tpu_platform
@@ -45,6 +45,14 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
     for line in (conf_dir() / "target" / "chip" / f"{chip.name}.yaml").read_text().splitlines():
         if re.search(r"(: +[0-9]|bounds)", line.partition("#")[0]):
             assert re.search(r"  # \S", line), line
+
+
+def test_a_price_is_shown_with_its_source():
+    for chip in known_chips().values():
+        assert chip.usd_per_hour_source and chip.usd_per_hour_source in describe_price(chip)
+    changed = describe_price(dataclasses.replace(known_chips()["v5e"], usd_per_hour=0.5))
+    assert "$0.50 " in changed and "target.chip.usd_per_hour" in changed, "not the source of the shipped price"
+    assert describe_price(ChipConfig("nod")) == ""
 
 
 def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -151,7 +151,7 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
 
 def test_one_banner_says_that_speeds_are_simulated(opened: BrowserPage):
     assert opened.page.locator(".notice").inner_text().startswith("Simulated.")
-    assert opened.column("speed is")[-3:] == ["measured on simulated devices"] * 3
+    assert opened.column("source")[-3:] == ["measured on simulated devices"] * 3
     assert not any("simulated" in text for text in [*opened.column("tokens/s"), *opened.column("step")])
     opened.page.get_by_role("radio", name="measured on simulated devices").check()
     assert opened.page.locator("#parts").is_hidden() and opened.page.locator("#speed").is_visible()

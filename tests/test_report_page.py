@@ -18,7 +18,14 @@ from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.records import write_record
 from valkyrie.report import figures, specs, tables
 from valkyrie.report.page import MAX_PAGE_BYTES, render_page, template_environment, write_report
-from valkyrie.search.answer_record import Bottleneck, MeasureReport, RankedLayout, SearchAnswer, Stage
+from valkyrie.search.answer_record import (
+    Bottleneck,
+    MeasureReport,
+    RankedLayout,
+    SearchAnswer,
+    Stage,
+    TriedBatch,
+)
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.sweep.trial import Status, Trial
 
@@ -213,7 +220,7 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     assert (
         "11: layers do not divide" in main_html
         and "fsdp is slower" in main_html
-        and '<td data-label="step is">compiled</td>' in main_html
+        and '<td data-label="source">compiled</td>' in main_html
     )
     assert 'id="costs"' not in text and 'id="limits"' not in text, "no chart of one point or one bar"
     assert all(f"<code>{command}</code>" in text for command in ("valkyrie-train mode=search", *commands.values()))
@@ -239,13 +246,22 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     write_record(tmp_path / ANSWER_FILE, answer)
     text = write_report(tmp_path).read_text()
     assert "<h1>Cheapest layout of m on v5e-8 or v6e-8</h1>" in text and "1 billion tokens" in text
-    assert "estimated, none compiled" in text and text.count('<td data-label="step is">estimated</td>') == 2
+    assert "estimated, none compiled" in text and text.count('<td data-label="source">estimated</td>') == 2
     assert re.search(r'<section id="ranked"[^>]* hidden>', text), "there are no trials"
     figures = page_data(text)["overall_figures"]
     points = [(value["time"], value["price"]) for value in figures["costs"]["data"]["values"]]
     assert points == [(500.0, 0.01), (250.0, 0.02)]
     shares = {value["label"]: value["share"] for value in figures["limits"]["data"]["values"]}
     assert shares == pytest.approx({"#1": 0.9, "#2": 0.3})
+    tried = [TriedBatch(8 * n, 1000.0 + n, n * 2**30, n < 4, Stage.estimate) for n in (1, 2, 4)]
+    command = "valkyrie-train mode=compile batch=8"
+    batches = {"best": [replace(rows[0], batches=tried)], "remarks": [f"To compile it: {command}"]}
+    write_record(tmp_path / ANSWER_FILE, replace(answer, **batches))
+    text = write_report(tmp_path).read_text()
+    figures = page_data(text)["overall_figures"]
+    assert [v["batch"] for v in figures["batch_rates"]["data"]["values"]] == [8, 16], "the largest does not fit"
+    assert [v["memory"] for v in figures["batch_memory"]["data"]["values"]] == [1.0, 2.0]
+    assert f"<code>{command}</code>" in text
 
 
 def test_control_characters_are_escaped_in_pages():

@@ -24,6 +24,7 @@ from reported import GOLDEN_FOLDER
 from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
+from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms.gpu import Gpu
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
@@ -36,14 +37,15 @@ from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
+from valkyrie.search.batches import add_batches, describe_batches, explain_batch
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, has_same_work
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
-from valkyrie.search.remarks import collect_remarks, describe_ties, suggest_compile
+from valkyrie.search.remarks import collect_remarks, describe_choices, describe_ties, suggest_compile
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
@@ -389,7 +391,8 @@ def test_an_estimate_that_beats_ten_compiled_layouts_takes_the_place_of_the_slow
     request = make_request()
     shortlist, compiler.factor, compiles = make_shortlist(request), 3.0, CompiledLayouts()
     fast = shortlist.fitting[0]
-    others = {mesh_partition(e): e for e in shortlist.fitting if mesh_partition(e) != mesh_partition(fast)}
+    uncorrected = [e for e in shortlist.fitting if not has_same_work(e, fast)]
+    others = {mesh_partition(e): e for e in uncorrected if mesh_partition(e) != mesh_partition(fast)}
     for entry in [*others.values()][:10]:
         compiler.steps[tuple(entry.candidate.overrides)] = entry.step_s
         trial = compiler(compiling.plan_compile(request, entry, tmp_path), lambda: None)
@@ -632,6 +635,41 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
     assert f"{slower.estimate.ranking_s / best.estimate.ranking_s:.2f} times as long per token" in compared
 
 
+def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: ScaledCompiler, tmp_path: Path) -> None:
+    request = make_batch_request("remat=full")
+    ranking = rank(request.run, request.space())
+    shortlist = build_shortlist(ranking)
+    compiler.factor = 2.0
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=1)
+    rows = add_batches(rank_layouts(request, shortlist, compiles, 10), ranking, compiles)
+    best = next(row for row in rows if row.stage is Stage.compile)
+    (own,) = [tried for tried in best.batches if tried.batch == best.candidate.batch]
+    assert own.stage is Stage.compile
+    assert own.tokens_per_second_per_chip == pytest.approx(best.tokens_per_second_per_chip)
+    estimated_s = {e.batch: e.ranking_s for e in ranking if replace(e.candidate, batch=own.batch) == best.candidate}
+    for tried in best.batches:
+        if tried.fits:
+            ratio = own.tokens_per_second_per_chip / tried.tokens_per_second_per_chip
+            assert estimated_s[tried.batch] / estimated_s[own.batch] == pytest.approx(ratio)
+    largest = max(tried.batch for tried in best.batches if tried.fits)
+    lines = describe_batches(rows)
+    assert f"{largest:,} (" in next(line for line in lines if f"#{rows.index(best) + 1} " in line)
+    assert f"batch={best.candidate.batch}" in explain_batch(best)[0]
+    assert describe_batches([replace(best, batches=[])]) == explain_batch(replace(best, batches=[])) == []
+
+
+def test_settings_that_the_search_chose_for_a_mesh_are_named() -> None:
+    request = make_request("mesh=2x4x1", "partition=data_model_fsdp")
+    best = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[0]
+    (line,) = describe_choices(request, best)
+    chosen = line.rpartition(": ")[2]
+    assert best.candidate.placement is not None and f"mesh.placement=[{','.join(best.candidate.placement)}]" in chosen
+    assert "mesh=" not in chosen and "partition=data" not in chosen
+    default_batch = parse_request(parse_run([setting for setting in TINY if setting != "batch=32"]))
+    (line,) = describe_choices(default_batch, best)
+    assert line.startswith(f"batch={default_batch.run.config.batch} ")
+
+
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
     named, full_request = make_request("mesh=1x4x2"), make_request()
     assert request_digest(named) != request_digest(full_request) and "mesh=1x4x2" not in named.arguments
@@ -810,6 +848,7 @@ def test_a_budget_in_dollars_sets_the_steps_and_has_a_range(search: Callable[...
         low, high = (tokens * row["step_s"] / row[key] for key in ("high_s", "low_s"))
         assert f"{number_text(tokens)} ({number_text(low)} to {number_text(high)})" in line
     printed = search("mode.compiles=0", "mode.tokens=1e9", "target.chip.spot_usd_per_hour=0.5", "name=spot").printed
+    assert known_chips()["v5e"].usd_per_hour_source in printed.partition("prices: ")[2]
     (spot,) = [line for line in printed.splitlines() if "$0.50 per chip-hour" in line]
     assert "spot" in spot and " hours " in spot
 

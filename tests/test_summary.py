@@ -42,7 +42,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compile.show import describe_range, make_table, print_record
+from valkyrie.search.compile.show import describe_interval, make_table, print_record
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.options import CHIP, USER, Option
 from valkyrie.train.screen import make_console
@@ -116,11 +116,11 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     worst = max(*on_v4, *(1 / ratio for ratio in on_v4))
     assert (interval.low_s, interval.high_s) == pytest.approx((2 / worst, 2 * worst))
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
-    text = describe_range(known)
+    text = describe_interval(known)
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "16%"))
-    assert "other chips" in describe_range(replace(known, chip=None))
-    assert "mode=calibrate" in describe_range(None)
-    assert "such a program" in describe_range(None, is_program=True)
+    assert "other chips" in describe_interval(replace(known, chip=None))
+    assert "mode=calibrate" in describe_interval(None)
+    assert "such a program" in describe_interval(None, is_program=True)
 
 
 def test_bytes_sent_add_up_in_every_breakdown(run: Run):

@@ -228,7 +228,7 @@ class FoundLayout:
         layout: Overrides that select the layout, such as `mesh=2x4x1 partition=fsdp`.
         status: Source of the step time: `estimated`, `compiled` or `measured`.
         step_s: Seconds per step.
-        low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a
+        low_s, high_s: Interval of the step time: the usual errors of a prediction, or the minimum and 90% quantile of a
             measurement. None if unknown.
         tokens_per_second_per_chip: Throughput of a chip.
         mfu: Model FLOPs utilisation, from 0 to 1.

@@ -39,6 +39,20 @@ def chip_for_device_kind(device_kind: str) -> ChipConfig | None:
     return None
 
 
+def describe_price(chip: ChipConfig) -> str:
+    """Return the on-demand price of a chip-hour and its source, or "" if the price is unknown.
+
+    Shipped sources have the region and date, as far as they are known. A price that differs from the shipped one has
+    the name of its key as source.
+    """
+    if chip.usd_per_hour is None:
+        return ""
+    price = (chip.usd_per_hour, chip.usd_per_hour_source)
+    is_shipped = any(price == (shipped.usd_per_hour, shipped.usd_per_hour_source) for shipped in known_chips().values())
+    source = chip.usd_per_hour_source if is_shipped else "set by target.chip.usd_per_hour"
+    return f"${chip.usd_per_hour:,.2f} per chip-hour on demand ({source})"
+
+
 def chips_rented_as(key: str) -> list[str]:
     """Return the names of the chips that have this key, such as `gke`, in `ChipConfig.rented_as`."""
     return [chip.name for chip in known_chips().values() if key in chip.rented_as]

@@ -78,6 +78,7 @@ class ChipConfig:
         rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
             `skypilot`.
         usd_per_hour: On-demand price. Shipped files have published prices, which users can override.
+        usd_per_hour_source: Source of that price, with its region and date. Empty if unknown.
         spot_usd_per_hour: Price of interruptible chips. Shipped files leave it null.
         compiler_name: libtpu's name of the chip. `compiler_options` are further arguments of `get_topology_desc`.
         xla_options: Compiler options of a step; null removes an option.
@@ -114,6 +115,7 @@ class ChipConfig:
     gpu: GpuFigures | None = None
     rented_as: dict[str, str] = field(default_factory=dict)
     usd_per_hour: float | None = None
+    usd_per_hour_source: str = ""
     spot_usd_per_hour: float | None = None
     compiler_name: str | None = None
     compiler_options: dict[str, str] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from valkyrie.axes import Size
 from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import (
+    ALWAYS_DENSE_LENGTH,
     ATTENTION_OUTPUT,
     MAX_WIDE_HEAD_DIM,
     MIN_WIDE_LENGTH,
@@ -157,6 +158,11 @@ class Attention(Block):
     def scores(self, context: BlockContext, seq: int) -> float:
         """Return the number of logits per token: keys per query, times heads."""
         return self.heads * self._mean_keys(context, seq)
+
+    def dense_scores(self, context: BlockContext, seq: int) -> float:
+        """Return the number of logits per token of dense attention, which also computes the masked ones."""
+        is_dense = self.impl is AttentionImpl.dense or (self.impl is AttentionImpl.auto and seq <= ALWAYS_DENSE_LENGTH)
+        return float(self.heads * seq) if is_dense else 0.0
 
     def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
         has_kernel = self.impl in (AttentionImpl.auto, AttentionImpl.kernel)

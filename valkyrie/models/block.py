@@ -249,6 +249,10 @@ class Block(ABC):
         """Return the number of scores between positions, such as attention logits, that it computes per token."""
         return 0.0
 
+    def dense_scores(self, context: BlockContext, seq: int) -> float:
+        """Return the number of scores per token that it computes as whole matrices, on platforms with a kernel."""
+        return 0.0
+
     def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
         """Return whether it is attention with wide blocks, if the kernel is splash attention (`WIDE_BLOCK`)."""
         return False

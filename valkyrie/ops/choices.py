@@ -99,3 +99,6 @@ MIN_WIDE_LENGTH = 4096
 
 MAX_WIDE_HEAD_DIM = 128
 """Largest head_dim for which wide blocks of splash attention fit into a core's scratch memory."""
+
+ALWAYS_DENSE_LENGTH = 128
+"""Longest sequence for which dense attention is always the fastest."""

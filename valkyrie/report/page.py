@@ -26,7 +26,7 @@ from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, TRAINING_FIGURES, figure_spec
 from valkyrie.report.rank import SweepComparison, best_per_workload, group_unsuccessful
 from valkyrie.report.records import read_answer, read_command, read_rows
-from valkyrie.report.search import SearchPage, search_page
+from valkyrie.report.search import SearchPage, search_page, split_command
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import label_rows
@@ -217,7 +217,7 @@ def template_environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda x: escape_control_characters(x) if isinstance(x, str) and not isinstance(x, Markup) else x,
     )
-    environment.globals["zip"] = zip
+    environment.globals |= {"zip": zip, "split_command": split_command}
     return environment
 
 

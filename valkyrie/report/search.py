@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 MIN_DRAWN_SHARE = 0.05
 """The figure of memory is shown only if a layout needs at least this share of the usable memory."""
-_HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}
+_HEADS = {"place": "#", "rate": "tokens/s/chip", "memory": "peak memory per device"}
 """Headings that differ from those on a terminal, by column name."""
+_PROGRAM = "valkyrie-train"
 _OUTCOMES = {
     Status.ok.value: "compiled, and fit",
     Status.does_not_fit.value: "compiled, but too large for a device's memory",
@@ -71,13 +72,14 @@ class SearchPage:
 def search_page(answer: SearchAnswer) -> SearchPage:
     """Return the content of the page of a search."""
     facts = {"hardware": " · ".join(answer.hardware), "precision": answer.precision, "date": _date_text(answer.date)}
+    facts["prices"] = " · ".join(answer.prices) if any(row.usd_per_million_tokens for row in answer.best) else ""
     return SearchPage(
         title=f"{_superlative(answer).capitalize()} layout of {answer.model or 'a model'} on {_targets_text(answer)}",
         question=_question(answer),
         facts={name: text for name, text in facts.items() if text},
         best=summarise_search(answer),
         table=_best_table(answer),
-        figures=[figure for figure in (_price_figure(answer), _memory_figure(answer)) if figure is not None],
+        figures=[f for f in (_price_figure(answer), _memory_figure(answer), *_batch_figures(answer)) if f is not None],
         counts=_counts_table(answer),
         refused=answer.refused,
         stop_reason=answer.why,
@@ -130,20 +132,20 @@ def _best_table(answer: SearchAnswer) -> TextTable:
     # Imported here, because it needs NumPy, which other reports do not.
     from valkyrie.search.answer_record import answer_columns
 
-    columns = [column for column in answer_columns(answer) if column.name != "stage"]
+    columns = answer_columns(answer)
     css_classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
     heads = [
         ColumnHead(_HEADS.get(column.name, " ".join(column.label.split("\n"))), css_classes[column.name])
         for column in columns
     ]
-    rows = [[*(column.text(row) for column in columns), row.stage.adjective] for row in answer.best]
+    rows = [[column.text(row) for column in columns] for row in answer.best]
     memory_index = next((i + 1 for i, column in enumerate(columns) if column.name == "memory"), None)
     if memory_index is not None and any(_memory_share(row) is not None for row in answer.best):
         heads.insert(memory_index, ColumnHead("of usable", "number"))
         for cells, row in zip(rows, answer.best, strict=True):
             memory_share = _memory_share(row)
             cells.insert(memory_index, "" if memory_share is None else share_text(memory_share))
-    return TextTable("The best layouts", [*heads, ColumnHead("step is")], rows)
+    return TextTable("The best layouts", heads, rows)
 
 
 def _memory_share(row: RankedLayout) -> float | None:
@@ -212,6 +214,37 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
     return _figure("limits", "Memory against the limit", caption, specs.memory_shares(values), values)
 
 
+def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
+    """Return the figures of speed and of memory by batch, for the best layout.
+
+    Returns an empty list if the search did not vary the batch, or fewer than two batches fit.
+    """
+    best, shown = answer.best[0], [tried for tried in answer.best[0].batches if tried.fits]
+    if len(shown) < 2:
+        return []
+    values: list[dict[str, object]] = [
+        {
+            "batch": tried.batch,
+            "rate": tried.tokens_per_second_per_chip,
+            "memory": None if tried.memory is None else tried.memory / 2**30,
+            "source": tried.stage.adjective,
+            "name": "#1" if tried.batch == best.candidate.batch else "",
+        }
+        for tried in shown
+    ]
+    usable = None if best.usable is None else best.usable / 2**30
+    scope = "The layout of #1 with other batches, up to the largest that fits by estimate. "
+    rate_caption = (
+        f"{scope}Estimates are scaled to agree with #1. Where the curve is flat, a larger batch trains no faster."
+    )
+    memory_caption = f"{scope}The red line is the usable memory of a device."
+    rate, memory = specs.batches(values, "rate", "tokens/s/chip"), specs.batches(values, "memory", "GiB", usable)
+    return [
+        _figure("batch_rates", "Speed by batch", rate_caption, rate, values),
+        _figure("batch_memory", "Peak memory per device by batch", memory_caption, memory, values),
+    ]
+
+
 def _counts_table(answer: SearchAnswer) -> TextTable:
     """Return the table of the numbers of layouts by outcome: excluded for each reason, compiled, and measured."""
     compiled = sum(answer.compile_outcomes.values())
@@ -228,6 +261,12 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
     total = f"{answer.layouts + sum(answer.refused.values()):,}"
     heads = [ColumnHead("layouts", "number"), ColumnHead("outcome", "work")]
     return TextTable("How many layouts were excluded, and why", heads, [[total, "considered"], *rows])
+
+
+def split_command(remark: str) -> tuple[str, str]:
+    """Split a remark into its text and the `valkyrie-train` command at its end, or "" if there is none."""
+    text, separator, arguments = remark.partition(f": {_PROGRAM} ")
+    return (f"{text}:", f"{_PROGRAM} {arguments}") if separator else (remark, "")
 
 
 def explain_command(arguments: Sequence[str], first: Sequence[str], second: Sequence[str]) -> str:

@@ -47,6 +47,8 @@ _WHITE_TEXT_SHARE = 0.74
 At this share, both colours have a contrast of 4.5 against the cell.
 """
 _RED = "#e05a5a"
+MAX_BATCH_TICKS = 8
+"""Maximum number of batches for which a figure has a tick at each batch."""
 
 
 def _nominal(field: str, **options: Any) -> Spec:
@@ -99,9 +101,10 @@ def _chart(height: int, *layers: Spec, title: str = "") -> Spec:
     return {"width": "container", "height": height, **chart} | ({"title": {"text": title}} if title else {})
 
 
-_BAR_LABELS = _nominal("label", sort=None, title=None, axis={"ticks": False, "domain": False})
+_BAR_LABELS = _nominal("label", sort=None, title=None, axis={"ticks": False, "domain": False, "labelPadding": 6})
 _BAR: Spec = {"type": "bar", "height": 15}
 _FIT_SHAPES = _shape_encoding("status", {"fits": "circle", "does not fit": "cross"}, None)
+_SOURCE_SHAPES = {"estimated": "circle", "compiled": "square", "measured": "diamond"}
 _KIND_SHAPES = _shape_encoding("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
 
 
@@ -345,8 +348,10 @@ def memory_shares(data: Values) -> Spec:
     """Return a bar chart of the shares of usable memory, with a line at the limit."""
     end = max(1.1, *(1.05 * v["share"] for v in data))
     axis = {"format": ".0%", "tickCount": 6}
-    x = _quantitative("share", title="peak memory, share of the usable memory", scale={"domain": [0, end]}, axis=axis)
-    tooltip = _tooltip(("layout", "layout"), ("share", "share of usable memory", ".0%"), ("stage", "step time is"))
+    x = _quantitative(
+        "share", title="peak memory per device, share of the usable memory", scale={"domain": [0, end]}, axis=axis
+    )
+    tooltip = _tooltip(("layout", "layout"), ("share", "share of usable memory", ".0%"), ("stage", "source"))
     limit = _single_mark(
         {"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": {"datum": 1, "type": "quantitative"}}
     )
@@ -366,6 +371,35 @@ def memory_shares(data: Values) -> Spec:
         },
     }
     return _chart(_height(data), bar, text, limit)
+
+
+def batches(data: Values, field: str, title: str, limit: float | None = None) -> Spec:
+    """Return a line chart of a field by batch, with a shape for each source and a line at `limit`, if there is one."""
+    marked_batches = [v["batch"] for v in data] if len(data) <= MAX_BATCH_TICKS else None
+    x = _quantitative(
+        "batch",
+        title="sequences in a batch",
+        scale={"type": "log", "base": 2, "nice": False, "padding": 16},
+        axis={"format": ",d", "tickCount": MAX_BATCH_TICKS, "values": marked_batches},
+    )
+    y = _quantitative(field, title=title, scale={"zero": True}, axis={"tickCount": 5, "format": "~s"})
+    tooltip = _tooltip(
+        ("batch", "sequences in a batch", ",d"),
+        ("rate", "tokens/s/chip", ",.0f"),
+        ("memory", "GiB per device at the peak", ".1f"),
+        ("source", "source"),
+    )
+    sources = {v["source"] for v in data}
+    shapes = {s: shape for s, shape in _SOURCE_SHAPES.items() if s in sources}
+    shape = _shape_encoding("source", shapes, {"orient": "top"})
+    blue = "#3f7fc9"
+    line = {"mark": {"type": "line", "strokeWidth": 1.6, "color": blue}, "encoding": {"x": x, "y": y}}
+    point = {"type": "point", "filled": True, "size": 80, "color": blue}
+    points = {"mark": point, "encoding": {"x": x, "y": y, "tooltip": tooltip, "shape": shape}}
+    names = {"mark": {"type": "text", "dy": -13}, "encoding": {"x": x, "y": y, "text": _nominal("name")}}
+    rule = {"type": "rule", "color": _RED, "strokeWidth": 1.5}
+    limits = [] if limit is None else [_single_mark(rule, {"y": {"datum": limit, "type": "quantitative"}})]
+    return _chart(200, *limits, line, points, names)
 
 
 def timeline_spec() -> Spec:

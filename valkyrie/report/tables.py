@@ -101,7 +101,7 @@ def has_results(row: Row) -> bool:
 def comparison_table(comparison: SweepComparison) -> TextTable:
     """Return a table of the layouts in both sweeps, with the speed in the second divided by that in the first."""
     row_labels = label_rows([pair.a for pair in comparison.pairs])
-    heads = [ColumnHead("layout"), ColumnHead("speed is")]
+    heads = [ColumnHead("layout"), ColumnHead("source")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
         [row_labels[pair.a.id], pair.a.speed_kind.label]

@@ -141,7 +141,9 @@ def summarise_search(search: SearchAnswer) -> Summary:
     if best.dollars is not None and best.hours is not None:
         tokens = f"{number_text((search.tokens or 0) / 1e9)} billion tokens"
         numbers.append(
-            BigNumber("price", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}")
+            BigNumber(
+                "price on demand", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}"
+            )
         )
     counted = f"{search.compiled} compiled, the others estimated" if search.compiled else "estimated, none compiled"
     return Summary(f"The best of {search.layouts:,} layouts: {counted}", tuple(numbers), tuple(search.remarks))

@@ -20,6 +20,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
 from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
+from valkyrie.units import memory_text
 
 NEAR_LIMIT_SHARE = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
@@ -188,8 +189,16 @@ def print_answer(answer: SearchAnswer, console: Console) -> None:
     """Print a table of the best layouts with step time, memory, rates, cost and bottleneck, after any warning."""
     if answer.warning:
         console.print(answer.warning, style="bold yellow", soft_wrap=True)
-    style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": answer.title, "title_justify": "left"}
+    title = f"{answer.title}; {describe_peak(answer)}"
+    style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": title, "title_justify": "left"}
     console.print(terminal_table(answer_columns(answer), answer.best, **style))
+
+
+def describe_peak(answer: SearchAnswer) -> str:
+    """Describe the column `peak`: memory per device at its peak, with the usable memory on each kind of chip."""
+    usable = {f"{memory_text(row.usable)} usable": row.candidate.target for row in answer.best if row.usable}
+    limits = [f"{text} on {target}" if len(usable) > 1 else text for text, target in usable.items()]
+    return "peak: memory per device at its peak" + (f", of {', '.join(limits)}" if limits else "")
 
 
 def describe_work(request: SearchRequest) -> str:
@@ -206,11 +215,10 @@ def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[s
     return "valkyrie-train " + shlex.join([*arguments, *overrides])
 
 
-def compile_command(request: SearchRequest, row: RankedLayout) -> str:
-    """Return the `mode=compile` command of a layout."""
-    return "valkyrie-train " + shlex.join(
-        ["mode=compile", *request.arguments, f"target={row.candidate.target}", *row.overrides[1:]]
-    )
+def compile_command(request: SearchRequest, row: RankedLayout, changes: Sequence[str] = ()) -> str:
+    """Return the `mode=compile` command of a layout. `changes` are additional overrides."""
+    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *changes]
+    return "valkyrie-train " + shlex.join(["mode=compile", *request.arguments, *overrides])
 
 
 def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:

@@ -36,7 +36,21 @@ class Bottleneck:
     near_memory_limit: bool
 
     def __str__(self) -> str:
-        return f"{self.resource} {100 * self.share:.0f}%" + (", memory" if self.near_memory_limit else "")
+        return f"{self.resource} {100 * self.share:.0f}%" + (", near memory limit" if self.near_memory_limit else "")
+
+
+@dataclass(frozen=True)
+class TriedBatch:
+    """A batch of a layout: its tokens/s/chip, peak memory per device in bytes, and whether it fits.
+
+    `stage` is the source of the speed, and of whether it fits.
+    """
+
+    batch: int
+    tokens_per_second_per_chip: float
+    memory: int | None
+    fits: bool
+    stage: Stage
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class RankedLayout:
         overrides: Command-line overrides that select it. The first one is `target=`.
         stage: Source of the step time.
         step_s: Seconds per step.
-        low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a
-            measurement. Both equal `step_s` if the range is unknown.
+        low_s, high_s: Interval of the step time: the typical errors of a prediction, or the minimum and 90% quantile of
+            a measurement. Both equal `step_s` if the interval is unknown.
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part, with the keys of `EstimatedTimes.parts`.
@@ -58,6 +72,7 @@ class RankedLayout:
         tokens_for_budget: Number of tokens that can be trained on for the requested dollars.
         expected_s: Predicted step time of a measured layout.
         as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
+        batches: The layout with each batch, the smallest first. Empty if the search does not vary the batch.
     """
 
     candidate: Candidate
@@ -79,6 +94,7 @@ class RankedLayout:
     tokens_for_budget: float | None = None
     expected_s: float | None = None
     as_fast_on: list[str] = field(default_factory=list)
+    batches: list[TriedBatch] = field(default_factory=list)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -172,6 +188,7 @@ class SearchAnswer:
         train: Command that trains the first layout in `best`.
         launch: Command that rents the slices of the first layout in `best` and trains it. None if this machine has the
             devices, or if Valkyrie cannot rent several slices of this platform.
+        prices: Price of a chip-hour with its kind (on demand or spot) and source, for each kind of chip that has one.
         warning: Line above the table which says that every number is an estimate, because the budget ended before a
             layout was compiled, and what to type. Empty otherwise.
     """
@@ -204,6 +221,7 @@ class SearchAnswer:
     budget_usd: float | None = None
     train: str | None = None
     launch: str | None = None
+    prices: list[str] = field(default_factory=list)
     warning: str = ""
     schema: int = 1
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -241,5 +259,5 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         *(cost if answer.tokens is not None else []),
         *([budget] if answer.budget_usd is not None else []),
         column("bottleneck", "bound by", "text", lambda r: r.bottleneck, min_width=0),
-        column("stage", "source", "text", lambda r: r.stage.value, min_width=0),
+        column("stage", "source", "text", lambda r: r.stage.adjective, min_width=0),
     ]

@@ -15,7 +15,7 @@ from valkyrie.records import read_record, write_record
 from valkyrie.runs.columns import FORMATS, Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
-from valkyrie.search.compile.show import describe_range
+from valkyrie.search.compile.show import describe_interval
 from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE
 from valkyrie.units import count_text, duration_text, memory_text
 
@@ -296,7 +296,7 @@ class Comparison:
     def _note_lines(self, record: ComparisonRecord) -> list[str]:
         lines = [*record.notes]
         if any(row.interval_text == "unknown" for row in record.rows):
-            lines.append(f"interval: {describe_range(None, is_program=True)}")
+            lines.append(f"interval: {describe_interval(None, is_program=True)}")
         if record.ratio is not None:
             measured = ", ".join(name for name in self.measured_s if name in self.results)
             lines.append(
@@ -372,7 +372,10 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
         *(
             [
                 column(
-                    "by", "by", "text", lambda row: "measured" if row.measured_s else "predicted" if row.step_s else ""
+                    "by",
+                    "source",
+                    "text",
+                    lambda row: "measured" if row.measured_s else "predicted" if row.step_s else "",
                 )
             ]
             if record.ratio is not None

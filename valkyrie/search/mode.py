@@ -23,6 +23,7 @@ from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
+from valkyrie.search.batches import add_batches, describe_batches
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -42,7 +43,7 @@ from valkyrie.search.measuring import (
     measurement_summary,
     rank_measured_layouts,
 )
-from valkyrie.search.remarks import collect_remarks, describe_missing_compiles, target_slice
+from valkyrie.search.remarks import collect_remarks, describe_missing_compiles, describe_prices, target_slice
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
 from valkyrie.search.tuning import tune_best
@@ -138,6 +139,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
             reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
+    rows = add_batches(rows, ranking, compiled_layouts)
     remarks = collect_remarks(request, rows, ranking, shortlist, compiled_layouts, measured_trials)
     launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], options)
     answer = SearchAnswer(
@@ -169,15 +171,24 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         budget_usd=request.budget_usd,
         train=train_command(request, rows[0], options),
         launch=launch,
+        prices=describe_prices(request),
         warning=describe_missing_compiles(request, rows, compiled_layouts),
     )
     print_answer(answer, console)
-    lines = [*remarks, f"train it: {answer.train}", *([f"launch it: {launch}"] if launch else [])]
+    _print_commands(answer, folder, console)
+    _print_refusals(space, console)
+    return SearchResult(status, folder, answer)
+
+
+def _print_commands(answer: SearchAnswer, folder: Path, console: Console) -> None:
+    """Store the answer, and print what is below its table: remarks, prices, commands and files."""
+    has_cost = answer.tokens is not None or answer.budget_usd is not None
+    lines = [*describe_batches(answer.best), *answer.remarks]
+    lines += [f"prices: {'; '.join(answer.prices)}"] if answer.prices and has_cost else []
+    lines += [f"train it: {answer.train}", *([f"launch it: {answer.launch}"] if answer.launch else [])]
     stored = save_answer(folder, answer)
     for line in [*lines, f"page: {write_report(folder)}", stored]:
         console.print(line, soft_wrap=True)
-    _print_refusals(space, console)
-    return SearchResult(status, folder, answer)
 
 
 def _winner_options(

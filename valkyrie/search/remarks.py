@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from valkyrie.hardware.chips import describe_price
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.words import EQUAL_RATIO
+from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.baselines import find_baselines, format_comparison
-from valkyrie.search.compile.show import describe_range
+from valkyrie.search.batches import explain_batch
+from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
 from valkyrie.search.estimate.rank import Ranking
 from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
@@ -36,8 +39,9 @@ def collect_remarks(
     table, the best first.
     """
     best = rows[0]
-    lines = [*describe_intervals(rows), *describe_costs(request, rows), *describe_ties(request, rows)]
     is_estimate = best.stage is Stage.estimate
+    lines = [*describe_choices(request, best), *explain_batch(best), *describe_intervals(rows)]
+    lines += [*describe_costs(request, rows), *describe_ties(request, rows)]
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
         text = f"The best layout is only estimated. {ratios}"
         if len(compiled_layouts.layouts) >= request.mode.compiles:
@@ -53,7 +57,7 @@ def collect_remarks(
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
-        lines.append(str(unpadded))
+        lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
     return [*lines, *suggest_compile(request, rows)]
 
 
@@ -74,6 +78,32 @@ def describe_missing_compiles(
         f"budget: mode.budget={max(30, math.ceil(4 * budget_s / 60))}min. Finished compiles are stored, so the same "
         "command continues after them."
     )
+
+
+def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
+    """Return a line with the settings of the best layout that the command leaves open although it names a mesh.
+
+    Another line has the batch, if it is the default.
+    """
+    keys, lines = {*key_values(request.run.arguments)}, []
+    chosen = [o for o in best.overrides[1:] if split_override(o)[0] not in keys]
+    if request.mesh is not None and chosen:
+        lines.append(f"mesh={request.mesh.name} is from the command. Chosen by the search for #1: {' '.join(chosen)}.")
+    if not request.search_batch and not keys & {"batch", "batch_tokens", "experiment"}:
+        lines.append(f"batch={request.run.config.batch} is the default. To search the batch: batch=auto.")
+    return lines
+
+
+def describe_prices(request: SearchRequest) -> list[str]:
+    """Return the price of a chip-hour with its source for each kind of chip, on demand and, if it is set, spot."""
+    chips = {target.chip.name: target.chip for target in request.targets if target.chip is not None}
+    lines = []
+    for name, chip in chips.items():
+        if text := describe_price(chip):
+            spot = chip.spot_usd_per_hour
+            spot_text = "" if spot is None else f"; ${spot:,.2f} spot (set by target.chip.spot_usd_per_hour)"
+            lines.append(f"{name} {text}{spot_text}")
+    return lines
 
 
 def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
@@ -117,7 +147,7 @@ def _describe_cost(
             f"{number_text(request.tokens / 1e9)} billion tokens take {_with_range(hours, low, high)} hours and cost "
             f"{_with_range(hours * hour_usd, low, high)} dollars"
         )
-    return f"${hour_usd / chips:,.2f} per chip-hour{' (spot)' if is_spot else ''}: {'; '.join(facts)}"
+    return f"${hour_usd / chips:,.2f} per chip-hour{' (spot)' if is_spot else ' (on demand)'}: {'; '.join(facts)}"
 
 
 def _with_range(value: float, low: float, high: float) -> str:
@@ -148,7 +178,7 @@ def describe_intervals(rows: Sequence[RankedLayout]) -> list[str]:
     """Return a line that says why compiled layouts have no interval, or an empty list if all have one."""
     if all(row.interval for row in rows if row.stage is Stage.compile):
         return []
-    return [f"The interval of compiled layouts is {describe_range(None)}."]
+    return [f"The interval of compiled layouts is {describe_interval(None)}."]
 
 
 def suggest_compile(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:

@@ -30,10 +30,10 @@ _ALL_COLUMNS = (
     _Column("simulated", "simulated", "text", lambda r: r.speed_kind.simulated),
     _Column(
         "seen",
-        "speed is",
+        "source",
         "text",
         lambda r: r.speed_kind.label,
-        "how the speed was obtained (predicted, measured or trained), and its target",
+        "where the speed comes from (predicted, measured or trained), and its target",
     ),
     _Column("target", "target", "text", lambda r: r.speed_kind.target),
     _Column("chips", "chips", "count", lambda r: r.about.chips),

@@ -21,7 +21,7 @@ from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
-from valkyrie.ops.choices import ATTENTION_OUTPUT, AttentionImpl
+from valkyrie.ops.choices import ALWAYS_DENSE_LENGTH, ATTENTION_OUTPUT, AttentionImpl
 from valkyrie.problems import nearest_divisor
 
 __all__ = [
@@ -36,9 +36,6 @@ __all__ = [
     "init_cache",
     "sharded_attention",
 ]
-
-ALWAYS_DENSE_LENGTH = 128
-"""Longest sequence for which dense attention is always the fastest."""
 
 
 def attention(

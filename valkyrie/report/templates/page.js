@@ -162,7 +162,7 @@
 
   // ---- one layout
   const NAMES = {
-    seen: "speed is", outcome: "status", reason: "reason", [SPEED]: "tokens/s/chip", step_s: "step", peak_bytes: "peak memory",
+    seen: "source", outcome: "status", reason: "reason", [SPEED]: "tokens/s/chip", step_s: "step", peak_bytes: "peak memory",
     roles: "role of each mesh axis", on: "hardware", work: "workload", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory by use", reported: "peak reported by the devices", compiled: "compile time", placement: "placement on the torus", hints: "hints",
     parts: "where the step time goes", sent: "sent per device and step", goodput: "wall time", steps: "steps",

@@ -1,6 +1,6 @@
 """Fits the factor that scales a chip's replayed step times to measured ones.
 
-The error interval of predictions is derived by cross-validation over families of runs.
+The interval of predictions is derived by cross-validation over families of runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReplayFit:
         ratios: Measured over predicted seconds of each step, with the factor before the fit.
         held_out_ratios: Measured over predicted seconds of each step, with a factor fitted to the other families. None
             if there is only one family.
-        replay_config: The factor and its error interval.
+        replay_config: The factor and its interval.
     """
 
     steps: list[ReplayedStep]
@@ -70,7 +70,7 @@ class ReplayFit:
         median, worst = percent_errors(self.held_out_ratios)
         lines.append(f"Errors with a factor fitted to the other families: median {median:.1f}%, worst {worst:.1f}%.")
         if self.replay_config.low is None:
-            lines.append(f"Predictions get no error interval: it needs at least {MIN_RUNS} measured steps.")
+            lines.append(f"Predictions get no interval: it needs at least {MIN_RUNS} measured steps.")
         return lines
 
     def as_json(self) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from valkyrie.train.options import Option
 OUTCOME_FILE, PROGRAM_FILE = "outcome.json", "program.json"
 """Names of the files with the outcome of a request and with the `ProgramRecord` of a program."""
 
-_UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
+_PRICES = ("usd_per_hour", "usd_per_hour_source", "spot_usd_per_hour")
+_UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", *_PRICES)
 """Settings of a chip that affect neither the program nor its replay."""
 _UNUSED_FLAG_PREFIXES = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 _COMPILER_PACKAGES = ("jax", *{package for platform in platforms() for package in platform.compiler_packages})

@@ -128,12 +128,12 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class StepInterval:
-    """Range of a predicted step time, derived from the prediction errors of measured runs.
+    """Interval of a predicted step time, derived from the prediction errors of measured runs.
 
     Args:
-        low_s, high_s: Ends of the range in seconds.
-        low, high: Ends of the range relative to the predicted seconds.
-        rows: Number of measured runs that the range is derived from.
+        low_s, high_s: Ends of the interval in seconds.
+        low, high: Ends of the interval relative to the predicted seconds.
+        rows: Number of measured runs that the interval is derived from.
         models: Number of different models of these runs. If `yours`, the number of families (model, batch and length).
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled the runs.
@@ -177,7 +177,7 @@ class PredictedStep(StepTime):
         hardware_utilisation: Executed FLOPs per second as a share of peak, from 0 to 1.
         product_rate: FLOP/s of matmuls and kernels as a share of peak, from 0 to 1.
         replayed_s: Replayed seconds, before the correction by measured runs.
-        interval: Range of the step time.
+        interval: Interval of the step time.
         tokens_per_dollar: Tokens per dollar by kind of price, `on_demand` and `spot`.
     """
 

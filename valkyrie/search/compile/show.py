@@ -210,7 +210,7 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
     console.print(Text.assemble((text, "bold"), ", ".join([spread, *facts])))
     if isinstance(step, PredictedStep):
         is_program = isinstance(record, Prediction) and record.program is not None
-        console.print(f"error range: {describe_range(step.interval, is_program=is_program)}")
+        console.print(f"interval: {describe_interval(step.interval, is_program=is_program)}")
         for price, tokens in step.tokens_per_dollar.items():
             console.print(f"{tokens / 1e6:,.2f} million {record.unit} per dollar ({price.replace('_', ' ')})")
     if isinstance(record, Prediction) and record.parts:
@@ -222,18 +222,18 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
         _print_table("where the step time goes", ("what", "ms", "%"), rows, console)
 
 
-def describe_range(interval: StepInterval | None, *, is_program: bool = False) -> str:
-    """Describe the range of a predicted step, and the measured runs behind it.
+def describe_interval(interval: StepInterval | None, *, is_program: bool = False) -> str:
+    """Describe the interval of a predicted step, and the measured runs behind it.
 
     `is_program` is whether the step is that of another program (`valkyrie.predict`), not of a run.
     """
     if interval is None and is_program:
         return (
             "unknown, because published runs are of dense transformers and none is of such a program. mode=calibrate "
-            "derives ranges from your own runs"
+            "derives intervals from your own runs"
         )
     if interval is None:
-        return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
+        return "unknown for this model. Intervals come from published runs of dense transformers, or mode=calibrate"
     seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
     low, high = (100 * (ratio - 1) for ratio in (interval.low, interval.high))
     if interval.yours:

@@ -24,7 +24,7 @@ from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
 from valkyrie.search.estimate.parameters import ParameterTimes
-from valkyrie.search.estimate.work import Mixing, Product, StepWork
+from valkyrie.search.estimate.work import DENSE_SCORES_PASSES, Mixing, Product, StepWork
 from valkyrie.train.memory import MemoryEstimator
 
 BACKWARD_FLOPS_RATIO = 2.0
@@ -184,21 +184,26 @@ class StepEstimator:
     def _mixing_seconds(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of attention scores and scans in a microbatch: forward, recomputation and backward."""
         recompute_flags = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
-        flops = _sum_arrays(
-            (1 + MIXING_BACKWARD_FLOPS_RATIO + a) * n for a, n in zip(recompute_flags, self._mixing_flops, strict=True)
-        )
-        scores = _sum_arrays(
-            (1 + BACKWARD_FLOPS_RATIO + a) * n for a, n in zip(recompute_flags, self._score_counts, strict=True)
-        )
-        hbm_bytes = self.work.itemsize * self.efficiency.scores_passes * scores
+
+        def total(name: str, backward_ratio: float) -> np.ndarray:
+            amounts = zip(recompute_flags, self._mixing_amounts[name], strict=True)
+            return _sum_arrays((1 + backward_ratio + again) * amount for again, amount in amounts)
+
+        hbm_bytes = self.work.itemsize * self.efficiency.scores_passes * total("scores", BACKWARD_FLOPS_RATIO)
+        # Also if the sequence is split, where a kernel runs: at lengths where `auto` is dense, no kernel is faster.
+        hbm_bytes = hbm_bytes + 4 * DENSE_SCORES_PASSES * total("dense_scores", BACKWARD_FLOPS_RATIO)
+        flops = total("flops", MIXING_BACKWARD_FLOPS_RATIO)
         return self.layer_share * (flops / (self.peak_flops * self.efficiency.mixing) + hbm_bytes / self.hbm_bandwidth)
 
     @cached_property
-    def _mixing_flops(self) -> list[np.ndarray]:
-        return [
-            mixing.count * mixing.flops * self.local_tokens / self._mixing_parts(mixing) * self._sequence_excess(mixing)
-            for mixing in self.work.mixing
-        ]
+    def _mixing_amounts(self) -> dict[str, list[np.ndarray]]:
+        """Forward work of each entry in `work.mixing`, per device and microbatch, by field of `Mixing`."""
+        amounts = {
+            name: [m.count * getattr(m, name) * self.local_tokens / self._mixing_parts(m) for m in self.work.mixing]
+            for name in ("flops", "scores", "dense_scores")
+        }
+        excess = [self._sequence_excess(mixing) for mixing in self.work.mixing]
+        return amounts | {"flops": [n * factor for n, factor in zip(amounts["flops"], excess, strict=True)]}
 
     def _sequence_excess(self, mixing: Mixing) -> np.ndarray:
         """Return the attention scores of the slowest shard of a causal sequence, relative to an equal share of them.
@@ -218,12 +223,6 @@ class StepEstimator:
         """Whether causal attention exchanges halves of its queries between the shards of the sequence."""
         positions = self.work.run.config.seq / self.layouts.axes_size(self.layouts.activations[SEQ])
         return positions % (2 * self.work.lanes) == 0
-
-    @cached_property
-    def _score_counts(self) -> list[np.ndarray]:
-        return [
-            mixing.count * mixing.scores * self.local_tokens / self._mixing_parts(mixing) for mixing in self.work.mixing
-        ]
 
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
         activations = self.layouts.activations

@@ -15,6 +15,13 @@ from valkyrie.parallel.remat import ActivationLocation, RematConfig
 _PRODUCT_GROUPS = ("matrix", "ssm")
 
 
+DENSE_SCORES_PASSES = 1.5
+"""Number of times that a forward pass of dense attention moves its float32 scores through HBM.
+
+From one compiled step: gpt_tiny, 2,048 sequences of 128 tokens on 8 v5e chips.
+"""
+
+
 @dataclass(frozen=True)
 class Product:
     """A matmul of the activations of all tokens with a parameter, in `count` layers.
@@ -61,6 +68,8 @@ class Mixing:
         flops: FLOPs per token of a forward pass.
         scores: Number of scores between positions, such as attention logits, that a forward pass computes per token.
             Counted even if a fused kernel never writes them to HBM.
+        dense_scores: Scores per token that the block computes as whole matrices, although the platform has a kernel,
+            because the sequence is short or `impl=dense`.
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
@@ -73,6 +82,7 @@ class Mixing:
 
     flops: float
     scores: float
+    dense_scores: float
     axes: tuple[str, ...]
     count: int
     name: str | None
@@ -213,6 +223,7 @@ def _mixing(
     return Mixing(
         flops,
         block.scores(context, seq),
+        0.0 if platform.attention is None else block.dense_scores(context, seq),
         axes,
         count,
         name,

@@ -330,7 +330,7 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
     slow_range, fast_range = slower.step.interval, faster.step.interval
     if slow_range and fast_range and slow_range.low * slower.step_s < fast_range.high * faster.step_s:
         lines.append(
-            "The difference is within the error ranges of the predictions, so the order may be the other way round."
+            "The difference is within the intervals of the predictions, so the order may be the other way round."
         )
     if slower.step_s <= faster.step_s:
         return lines
