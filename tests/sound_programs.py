@@ -1,4 +1,4 @@
-"""Eight training steps of other programs with sound shardings, for which `valkyrie.check` finds no fault.
+"""Ten steps of other programs with sound shardings, for which `valkyrie.check` finds no fault.
 
 Each function takes a mesh with the axes `data` and `model`, and returns a jitted step and the shapes of its arguments.
 The sizes are large enough that each step computes longer than it waits.
@@ -240,6 +240,57 @@ def shard_map_step(mesh: Mesh) -> Program:
     return jax.jit(mapped, donate_argnums=0), (w, struct(mesh, (32768, 1024), batch))
 
 
+def decoder_with_cache(mesh: Mesh) -> Program:
+    """A decoding step: tokens of one position attend to a cache, which is updated in place. Trains nothing."""
+    batch, positions, head_dim = 128, 2048, EMBED // HEADS
+
+    def decode(parameters: Any, cache: Any, tokens: jax.Array, position: jax.Array) -> Any:
+        def split(x: jax.Array, *spec: str | None) -> jax.Array:
+            return with_sharding_constraint(x, NamedSharding(mesh, P("data", *spec)))
+
+        x, new_cache = split(parameters["embed"][tokens]), []
+        for w, (keys, values) in zip(parameters["layers"], cache, strict=True):
+            q, k, v = jnp.moveaxis(jnp.einsum("be,ekd->bkd", x, w["qkv"]), 1, 0).reshape(3, batch, HEADS, head_dim)
+            keys = jax.lax.dynamic_update_slice(keys, k[:, None], (0, position, 0, 0))
+            values = jax.lax.dynamic_update_slice(values, v[:, None], (0, position, 0, 0))
+            scores = jnp.einsum("bhd,bshd->bhs", q, keys) / head_dim**0.5
+            weights = jax.nn.softmax(jnp.where(jnp.arange(positions) <= position, scores, -1e9))
+            context = jnp.einsum("bhs,bshd->bhd", weights, values).reshape(batch, EMBED)
+            x = split(x + context @ w["out"])
+            x = split(x + jax.nn.gelu(split(x @ w["up"], "model")) @ w["down"])
+            new_cache.append((keys, values))
+        return split(x @ parameters["embed"].T, "model").argmax(-1), new_cache
+
+    def shard(array: Any) -> jax.ShapeDtypeStruct:  # over `model` alone, because a step reads all weights
+        spec = [axis if axis == "model" else None for axis in tensor_parallel_spec(array.shape)]
+        return struct(mesh, array.shape, P(*spec))
+
+    cache = [(struct(mesh, (batch, positions, HEADS, head_dim), P("data", None, "model")),) * 2] * LAYERS
+    tokens, position = struct(mesh, (batch,), P("data"), jnp.int32), struct(mesh, (), P(), jnp.int32)
+    return jax.jit(decode, donate_argnums=1), (jax.tree.map(shard, transformer_parameters()), cache, tokens, position)
+
+
+def sparse_graph_network_dp(mesh: Mesh) -> Program:
+    """Message passing along lists of edges, in a batch of graphs."""
+    batch, width, edges = P(("data", "model")), 512, 2048
+
+    def loss(
+        parameters: Any, nodes: jax.Array, senders: jax.Array, receivers: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+        def pass_messages(nodes: jax.Array, senders: jax.Array, receivers: jax.Array, message: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(jax.nn.relu(nodes[senders] @ message), receivers, nodes.shape[0])
+
+        for message, update in parameters:
+            messages = jax.vmap(pass_messages, (0, 0, 0, None))(nodes, senders, receivers, message)
+            nodes = nodes + jax.nn.relu(jnp.concatenate([nodes, messages], -1) @ update)
+        return jnp.square(nodes.mean(1) - targets).mean()
+
+    layer = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((width, width), (2 * width, width)))
+    lists = struct(mesh, (64, edges), batch, jnp.int32)
+    nodes, targets = struct(mesh, (64, 512, width), batch), struct(mesh, (64, width), batch)
+    return training_step(mesh, loss, [layer] * 3, nodes, lists, lists, targets)
+
+
 SOUND_PROGRAMS = (
     mlp_dp,
     transformer_fsdp,
@@ -249,4 +300,6 @@ SOUND_PROGRAMS = (
     graph_network_replicated,
     diffusion_unet_dp,
     shard_map_step,
+    decoder_with_cache,
+    sparse_graph_network_dp,
 )

@@ -109,5 +109,7 @@ class PartitionedProgram:
 def _flops_by_source(group: Iterable[MatrixProduct]) -> dict[str, float]:
     flops: dict[str, float] = defaultdict(float)
     for product in group:
-        flops[find_cause(product.instruction)[1]] += product.flops
+        # XLA drops the source of some products that it rewrites. Those of their producers would seem to repeat work.
+        if product.instruction.op_name:
+            flops[product.instruction.source] += product.flops
     return flops
