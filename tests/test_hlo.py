@@ -211,6 +211,18 @@ def test_replica_groups_are_parsed_from_mesh_axes_and_parts_of_them(axes, expect
     assert groups.tolist() == expected
 
 
+def test_replica_groups_are_parsed_from_a_transposed_mesh():
+    """Tests the form `mesh['x'=2,'y'=4, device_ids=([4,2]T(1,0))] {'x'}`."""
+    instruction = all_reduce_module("{}").instructions["g"]
+    spelt = instruction.message.mesh_groups
+    for name, size in (("x", 2), ("y", 4)):
+        spelt.mesh.axes.add(name=name, size=size)
+    spelt.mesh.iota.dimensions.extend((4, 2))
+    spelt.mesh.iota.transpose.extend((1, 0))
+    spelt.axes.add(axis=0)
+    assert replica_groups(instruction, 8)[0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_groups_of_different_sizes_are_separate():
     groups = replica_groups(all_reduce_module("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
     assert [g.tolist() for g in groups] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]

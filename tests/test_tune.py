@@ -446,11 +446,12 @@ def test_every_candidate_has_its_source_and_known_chips():
     tpus = {name for name, chip in known_chips().items() if chip.platform == "tpu"}
     for candidate in all_options():
         assert candidate.does and candidate.source and candidate.values
-        assert set(candidate.chips or ()) <= tpus, candidate.name
+        assert set(candidate.chips or ()) <= tpus and candidate.platform in ("tpu", "gpu"), candidate.name
         assert all(name.startswith("xla_") for name in candidate.names)
     for chip in tpus:
         named = [candidate.name for candidate in options_for(chip)]
         assert len(named) == len(set(named)) > 10, chip
+    assert {candidate.platform for candidate in options_for("h100")} == {"gpu"}
     shipped = {name for chip in tpus for name in known_chips()[chip].xla_options}
     assert shipped <= {name for candidate in all_options() for name in candidate.names}, "its worth is shown too"
 

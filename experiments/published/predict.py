@@ -4,12 +4,13 @@
     python experiments/published/predict.py --only 22b v5p --max-chips 256
     python experiments/published/predict.py --rows FILE.csv --config-dir FOLDER --json results.json --markdown table.md
     python experiments/published/predict.py --kept                   # the tables again, without compiling
+    python experiments/published/predict.py --rows experiments/published/gpu/rows.csv     # JAX programs on GPUs
 
 `--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are required).
 `--config-dir` is a folder of your YAMLs, as for valkyrie-train; experiments can be in its `experiment/`. libtpu is
-needed (`uv sync --extra tpu`), but no TPU. Rows that cannot be composed or compiled, or do not fit, are reported
-with the reason. `--ship` writes the ratios of measured to replayed time, which correct the prediction of every compile
-report.
+needed (`uv sync --extra tpu`), but no TPU; for GPUs, the extra `gpu-compile`, but no GPU. Rows that cannot be composed
+or compiled, or do not fit, are reported with the reason. `--ship` writes the ratios of measured to replayed time, which
+correct the prediction of every compile report.
 
 Results are stored in `--json`. A rerun computes missing results, and those made by another program, replay or compiler.
 If sources have changed, each row is lowered (seconds) to check whether its program has changed.
@@ -40,6 +41,7 @@ from rich.console import Console
 
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.parts import format_category
 from valkyrie.paths import write_atomic
 from valkyrie.problems import raise_problems
@@ -74,7 +76,7 @@ def main() -> None:
         if (
             name in runs
             and "made_by" in result
-            and is_still_valid(result, prediction_keys[name], libtpu_version(), runs[name])
+            and is_still_valid(result, prediction_keys[name], compiler_version(runs[name]), runs[name])
         ):
             result["made_by"] = prediction_keys[name]
     for line in lines:
@@ -124,10 +126,10 @@ def parse_arguments() -> argparse.Namespace:
 def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs that replay corrections are derived from.
 
-    These are the runs that ship with the package. If `--rows` is the default `rows.csv`, the runs that this script has
-    replayed, `replayed_runs`, replace all shipped runs of their families.
+    These are the runs that ship with the package. If `--rows` is one of the tables in this folder, the runs that this
+    script has replayed, `replayed_runs`, replace all shipped runs of their families.
     """
-    replayed_runs = replayed_runs if args.rows.resolve() == HERE / "rows.csv" else []
+    replayed_runs = replayed_runs if HERE in args.rows.resolve().parents else []
     families = {run.family for run in replayed_runs}
     return [*(run for run in published_runs() if run.family not in families), *replayed_runs]
 
@@ -195,7 +197,7 @@ def reuse_or_predict(
         "status": compiled_run.status.value,
         "reason": prediction.reason,
         "made_by": key,
-        "libtpu": libtpu_version(),
+        "libtpu": compiler_version(run),
     }
     result["program"] = program_digest(run)
     if prediction.step is not None and prediction.step.replayed_s is not None:
@@ -214,10 +216,10 @@ def prediction_key(run: Run) -> str:
     return f"{request_key(run)} {replay_digest(run)}"
 
 
-def libtpu_version() -> str:
-    """Return the installed version of libtpu, or "not installed"."""
+def compiler_version(run: Run) -> str:
+    """Return the installed version of the target's compiler (libtpu or jaxlib), or "not installed"."""
     try:
-        return version("libtpu")
+        return version(get_platform(run.config.target.platform).compiler_packages[0])
     except PackageNotFoundError:
         return "not installed"
 

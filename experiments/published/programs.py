@@ -11,7 +11,7 @@ from valkyrie.hardware.target import build_topology
 from valkyrie.paths import source_digest
 
 CHIP_FIELDS = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
-CHIP_FIELDS += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
+CHIP_FIELDS += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host", "switch_gbs", "host_gbs", "gpu")
 """Names of the fields of `ChipConfig` that the replay reads."""
 
 
@@ -29,7 +29,8 @@ def program_digest(run: Run) -> str:
     limit = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)  # otherwise kernels include source paths and lines
     try:
-        digest = hashlib.sha256(program.lower_step().as_text().encode())
+        with get_platform(program.backend).lowering_for(run.config.target.chip):
+            digest = hashlib.sha256(program.lower_step().as_text().encode())
     finally:
         jax.config.update("jax_traceback_in_locations_limit", limit)
     digest.update(repr(sorted(map(repr, program.options))).encode())

@@ -74,7 +74,11 @@ def error_summary(results: Sequence[Result]) -> list[str]:
         rows = [r for r in predicted if is_in_group(r)]
         lines.append(f"| {name} | {len(rows)} | {' | '.join(_format_errors(rows, kind) for kind in KINDS)} |")
     versions = ", ".join(sorted({r["libtpu"] for r in predicted}))
-    return [*lines, "", f"{len(predicted)} of {len(results)} rows predicted, by libtpu {versions}."]
+    return [
+        *lines,
+        "",
+        f"{len(predicted)} of {len(results)} rows predicted, by the compiler (libtpu or jaxlib) {versions}.",
+    ]
 
 
 def _format_errors(results: Iterable[Result], kind: str) -> str:

@@ -25,8 +25,7 @@ def replica_groups(instruction: Instruction, num_partitions: int) -> list[Groups
         return [_mesh_groups(message.mesh_groups)]
     for iota in (message.iota_groups, message.device_list.iota):
         if iota.size:
-            ids = np.arange(iota.groups * iota.size).reshape(tuple(iota.dimensions))
-            return [ids.transpose(tuple(iota.transpose)).reshape(iota.groups, iota.size)]
+            return [_iota_ids(iota).reshape(iota.groups, iota.size)]
     listed_groups = [tuple(g.replica_ids) for g in (*message.replica_groups, *message.device_list.replica_groups)]
     if not any(listed_groups):
         return [np.arange(num_partitions)[None]]
@@ -43,6 +42,12 @@ def permute_pairs(instruction: Instruction) -> np.ndarray:
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 
 
+def _iota_ids(iota: Any) -> np.ndarray:
+    """Return the device ids 0, 1, ... of an array of `iota.dimensions` after its transposition."""
+    dims = tuple(iota.dimensions)
+    return np.arange(int(np.prod(dims))).reshape(dims).transpose(tuple(iota.transpose))
+
+
 def _mesh_groups(message: Any) -> Groups:
     """Return groups over axes of a mesh or parts of axes, such as `mesh['x'=4,'y'=8] {'y'}`.
 
@@ -51,6 +56,8 @@ def _mesh_groups(message: Any) -> Groups:
     mesh, references = message.mesh, message.axes
     axis_sizes = [axis.size for axis in mesh.axes]
     ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(axis_sizes)))
+    if mesh.HasField("iota"):
+        ids = _iota_ids(mesh.iota)
     cuts_by_axis: list[set[int]] = [{1, size} for size in axis_sizes]
     spans = []
     for reference in references:

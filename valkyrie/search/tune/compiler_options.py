@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from valkyrie.hardware.chips import known_chips
 from valkyrie.records import decode
 
 OptionValue = bool | int | float | str | None
@@ -23,7 +24,8 @@ class CompilerOption:
         values: Values to try. None leaves the choice to the compiler.
         does: Effect of the option.
         source: Where the effect is documented.
-        chips: Chips that have the option, or None for all TPUs.
+        platform: Platform of the compiler that has the option.
+        chips: Chips that have the option, or None for all of the platform.
         companion_options: Options to set together with each value.
         idle_on: Chips where the option has not changed any program so far.
         idle: Whether the chip is in `idle_on`. Set by `options_for`.
@@ -33,6 +35,7 @@ class CompilerOption:
     values: tuple[OptionValue, ...]
     does: str
     source: str
+    platform: str = "tpu"
     chips: tuple[str, ...] | None = None
     companion_options: OptionValues = field(default_factory=dict)
     idle_on: tuple[str, ...] = ()
@@ -65,5 +68,7 @@ def all_options() -> tuple[CompilerOption, ...]:
 
 def options_for(chip: str) -> list[CompilerOption]:
     """Return the options that a chip has, in the order of `compiler_options.yaml`, with `idle` set for this chip."""
-    options = (option for option in all_options() if option.chips is None or chip in option.chips)
-    return [replace(option, idle=chip in option.idle_on) for option in options]
+    platform = known_chips()[chip].platform if chip in known_chips() else "tpu"
+    options = (option for option in all_options() if option.platform == platform)
+    chip_options = (option for option in options if option.chips is None or chip in option.chips)
+    return [replace(option, idle=chip in option.idle_on) for option in chip_options]
