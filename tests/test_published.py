@@ -39,7 +39,7 @@ PARAMETERS = {
     "pax_16b": 16_504_510_464,
     "pax_32b": 32_475_062_272,
 }
-"""Parameters of every published model; the sources state 5, 70.55, 6.74, 8.03, 125.08, 15.83, 22, 31.66, 16 and 32 billion."""
+"""Parameters of every published model. The sources state 5, 70.55, 6.74, 8.03, 125.08, 15.83, 22, 31.66, 16, 32e9."""
 
 
 @pytest.mark.parametrize("row", COMPARABLE_ROWS, ids=lambda row: row["row"])
@@ -111,7 +111,7 @@ def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict
     assert row_cells(table, "x") == ["", "", "failed: it crashed"]
     assert row_cells(table, "v4")[:2] == ["3", "10.0%, 32.0%, 32.0%"]
     assert all(row_cells(table, name)[1].startswith("10.0%") for name in ("f", "all"))
-    assert "3 of 4" in table and "0.0.1." in table
+    assert "3 of 4" in table and "libtpu 0.0.1." in table
     pair_table = tables.format_pair_table(results, rows)
     assert row_cells(pair_table, "m on v4") == row_cells(pair_table, "all") == ["0 of 2", "1 of 3"]
     assert "missed: a is" in pair_table

@@ -119,6 +119,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="write the tables here too")
     parser.add_argument("--ship", action="store_true", help="write the errors that reports hold predictions to")
     args = parser.parse_args()
+    if args.ship and args.rows.resolve() != HERE / "rows.csv":
+        parser.error("--ship is for the default table only")
     args.json = args.json or args.rows.with_name("results.json")
     return args
 
@@ -126,10 +128,14 @@ def parse_arguments() -> argparse.Namespace:
 def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs that replay corrections are derived from.
 
-    These are the runs that ship with the package. If `--rows` is one of the tables in this folder, the runs that this
-    script has replayed, `replayed_runs`, replace all shipped runs of their families.
+    These are the runs that ship with the package. If `--rows` is the default `rows.csv`, the runs that this script has
+    replayed, `replayed_runs`, replace all shipped runs of their families. Another table in this folder is corrected by
+    its own runs only.
     """
-    replayed_runs = replayed_runs if HERE in args.rows.resolve().parents else []
+    is_default = args.rows.resolve() == HERE / "rows.csv"
+    if not is_default and HERE in args.rows.resolve().parents:
+        return list(replayed_runs)
+    replayed_runs = replayed_runs if is_default else []
     families = {run.family for run in replayed_runs}
     return [*(run for run in published_runs() if run.family not in families), *replayed_runs]
 

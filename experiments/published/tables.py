@@ -77,7 +77,7 @@ def error_summary(results: Sequence[Result]) -> list[str]:
     return [
         *lines,
         "",
-        f"{len(predicted)} of {len(results)} rows predicted, by the compiler (libtpu or jaxlib) {versions}.",
+        f"{len(predicted)} of {len(results)} rows predicted, by libtpu {versions}.",
     ]
 
 

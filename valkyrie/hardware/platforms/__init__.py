@@ -55,6 +55,7 @@ class Platform(ABC):
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
         replay: Key in `valkyrie.search.compile.replayed.REPLAY_FUNCTIONS` of the function that replays its compiled
             programs, or None.
+        replay_note: Added to replayed times that no published run corrects, or None.
         attention: Its attention kernel in `valkyrie.ops.attention`, or None.
         scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
@@ -84,6 +85,7 @@ class Platform(ABC):
     peak_has_code: bool = True
     has_estimate_errors: bool = False
     replay: str | None = None
+    replay_note: str | None = None
     attention: str | None = None
     scan: str | None = None
     runs_pallas_tpu: bool = False

@@ -21,7 +21,7 @@ from valkyrie.machine.replay import TPU_MODELS, CostModels, Replay, replay
 from valkyrie.paths import source_digest, write_atomic
 from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
-from valkyrie.search.compile.correction import published_runs_on, target_correction
+from valkyrie.search.compile.correction import target_correction
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.units import count_text
 
@@ -60,8 +60,8 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
             f"replayed times are multiplied by {correction.chip_factor:.3f}, the median ratio of measured to replayed "
             f"time of {correction.run_count} published runs ({recipes}) on {target.chip.name}"
         )
-    elif not published_runs_on(target.platform):
-        notes.append(f"no published run on {target.platform}s was compared with its replay, so times are not corrected")
+    elif (note := get_platform(target.platform).replay_note) is not None:
+        notes.append(note)
     if target.slices > 1:
         notes.append(
             f"replayed times are multiplied by {correction.slices_factor:.3f} for {target.slices} slices, the slowdown "
