@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import valkyrie
 from helpers import compose_run
 from valkyrie.compiled.collectives import Collective
 from valkyrie.compiled.flops import AttentionSize, ProductSize
@@ -15,12 +17,13 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, gpu
 from valkyrie.hardware.position import Position
-from valkyrie.hardware.target import ChipConfig, build_topology
+from valkyrie.hardware.target import ChipConfig, TargetConfig, build_topology
 from valkyrie.machine.gpu_network import NVLINK, NcclModel
 from valkyrie.machine.gpu_operations import GpuOpCostModel
 from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import Machine
 from valkyrie.parallel.axis_links import DCN
+from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
@@ -134,6 +137,13 @@ def test_causal_attention_counts_half_the_pairs_and_a_window_its_keys():
     assert whole._replace(is_backward=True).flops == 2.5 * whole.flops
     model = GpuOpCostModel(known_chips()["h100"])
     assert model._attention_tflops(whole) == pytest.approx(614.2)
+
+
+def test_positions_on_gpus_name_host_and_gpu_and_a_target_is_read_from_json(tmp_path: Path):
+    target = valkyrie.slice("h100-16")
+    assert target.positions((2, 8), ("data", "model"))[8:10] == (Position(0, (1, 0, 0), 0), Position(0, (1, 0, 1), 0))
+    plain = parse_target("h100-16")
+    assert read_record(TargetConfig, write_record(tmp_path / "target.json", plain)) == plain
 
 
 def network(target_name: str) -> NcclModel:

@@ -89,8 +89,8 @@ def predict(
     or a dict with `args` and, if they differ between layouts, `kwargs`, `mesh`, `options` and `function`. A layout that
     raises an error has the status `failed`.
 
-    Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError or TypeError for illegal arguments
-    or programs.
+    Compiling needs libtpu (extra `tpu`) or XLA for GPUs (extra `gpu-compile`), but no device. Raises ValueError or
+    TypeError for illegal arguments or programs.
 
     Args:
         program: The program, as above.
@@ -263,8 +263,8 @@ def check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) 
     """Check arguments of `predict` or `search`, and return the slice and a `ProgramWork`.
 
     `settings` has `name`, `tokens`, `flops`, `options` and `time_limit_s`. The `ProgramWork` consists of `name`,
-    `tokens`, `flops` and `unit`. Raises TypeError for a wrong type, and ValueError for an illegal value or a missing or
-    non-TPU slice.
+    `tokens`, `flops` and `unit`. Raises TypeError for a wrong type, and ValueError for an illegal value, a missing
+    slice, or one that cannot be compiled for without its devices.
     """
     from valkyrie.search.compile.predict import ProgramWork
 
@@ -290,7 +290,7 @@ def check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) 
         raise ValueError(f"tokens={tokens:g} is too large. Give the tokens of one step.")
     target = Slice.from_target(slice)
     if not get_platform(target.platform).compiles_without_devices:
-        raise ValueError(f"slice={target.name} is not a TPU slice. Only TPU programs compile without a device.")
+        raise ValueError(f"slice={target.name} has no compiler that works without its devices. Use TPUs or GPUs.")
     return target, ProgramWork(settings["name"], settings["tokens"], settings["flops"], unit)
 
 

@@ -93,7 +93,7 @@ def read_record(record_type: type[R], path: Path) -> R:
 
 def _convert(record_type: type[R], json_value: Any, source: str) -> R:
     try:
-        record = msgspec.convert(json_value, record_type)
+        record = msgspec.convert(json_value, record_type, str_keys=True)  # keys of JSON are strings
     except msgspec.ValidationError as error:
         reason, field = parse_validation_error(str(error))
         raise RecordError(source, field, reason) from error

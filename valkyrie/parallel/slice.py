@@ -1,4 +1,4 @@
-"""Builds JAX meshes of TPU slices for compiling without a TPU, and computes the positions of their devices."""
+"""Builds JAX meshes of slices for compiling without their devices, and computes the positions of these devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A TPU slice that builds JAX meshes of its devices, to compile programs without a TPU."""
+    """A slice of TPUs, or a number of GPUs, that builds JAX meshes of its devices, to compile programs without them."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"
@@ -51,9 +51,9 @@ class Slice(TargetConfig):
     ) -> jax.sharding.Mesh:
         """Return a JAX mesh of this slice's devices, placed on its torus as in training.
 
-        Programs can be compiled for these devices, but not run, because libtpu only describes them. If there are
+        Programs can be compiled for these devices, but not run, because the compiler only describes them. If there are
         several slices and no `placement`, the first axis spans them. Raises ValueError if the mesh or `placement` does
-        not fit this slice, if this is not a TPU slice or if libtpu is missing, and TypeError for an argument of a wrong
+        not fit this slice, if its platform has no compiler or it is missing, and TypeError for an argument of a wrong
         type.
 
         Args:
@@ -72,7 +72,7 @@ class Slice(TargetConfig):
         return place_mesh(axes, devices, placement, self.slices)
 
     def positions(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
-        """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu.
+        """Return the positions of a mesh's devices, flattened in row-major order. Needs no compiler.
 
         Raises ValueError if the mesh does not fit this slice.
         """
@@ -82,7 +82,7 @@ class Slice(TargetConfig):
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the sizes of a mesh's axes by name.
 
-        Raises ValueError if the mesh or `placement` does not fit this slice, or if this is not a TPU slice. Raises
+        Raises ValueError if the mesh or `placement` does not fit this slice, or if its platform has no compiler. Raises
         TypeError if a size is not an integer or a name is not a string.
         """
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape)}"
@@ -91,7 +91,7 @@ class Slice(TargetConfig):
         for axis in names:
             require_type(axis, str, f"{mesh_text}: names of axes are strings")
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
-            raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
+            raise ValueError(f"{self.describe()} has no compiler that works without its devices. Use TPUs or GPUs.")
         if not shape:
             raise ValueError('a mesh needs at least one axis, such as mesh((4, 2), ("data", "model")).')
         if len(shape) != len(names) or len(set(names)) != len(names):
@@ -133,7 +133,7 @@ class DeviceStub:
 def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
     """Return stubs of the devices of one or more slices, computed from the topology.
 
-    Ids and order are the same as in libtpu, which lists the devices host by host.
+    Ids and order are the same as in the compilers, which list the devices host by host.
     """
     topology, chip = build_topology(target), target.chip
     assert chip is not None
@@ -148,6 +148,10 @@ def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
         for core in range(topology.devices_per_chip)
     )
     devices = [DeviceStub(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(positions)]
+    if chip.ici_axes is None:  # the coordinates of a GPU are its host, 0, and its number in the host
+        per_host = topology.host_bounds[0]
+        coords_by_id = ((i // per_host, 0, i % per_host) for i in range(topology.devices))
+        return [DeviceStub(i, kind, c, 0, 0, c[0], target.platform) for i, c in enumerate(coords_by_id)]
     bounds = (*topology.host_bounds, *(1,) * (3 - len(topology.host_bounds)))
 
     def host_key(device: DeviceStub) -> tuple[int, ...]:

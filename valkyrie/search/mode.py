@@ -463,7 +463,7 @@ def _missing_compilers(request: SearchRequest) -> dict[str, str]:
     for target in request.targets:
         platform = get_platform(target.platform)
         if not platform.compiles_without_devices:
-            reasons[target.name] = "only TPU programs can be compiled without the devices"
+            reasons[target.name] = "its programs cannot be compiled without the devices"
         elif (reason := platform.compiler_install_hint(target)) is not None:
             reasons[target.name] = reason
     return reasons

@@ -53,7 +53,7 @@ class Platform(ABC):
         overlap_options: Compiler options with which a program that nearly fills the memory overlaps communication.
         peak_has_code: The result of `peak_bytes` includes the program's code.
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
-        replay: Key in `valkyrie.search.compile.replayed.REPLAY_FUNCTIONS` of the function that replays its compiled
+        replay: Key in `valkyrie.search.compile.replayed.REPLAY_MODELS` of the cost models that replay its compiled
             programs, or None.
         replay_note: Added to replayed times that no published run corrects, or None.
         attention: Its attention kernel in `valkyrie.ops.attention`, or None.

@@ -192,20 +192,20 @@ def _overlap(
 
     from valkyrie.compiled.hlo import parse_module
     from valkyrie.search.compile.executable import device_positions
-    from valkyrie.search.compile.replayed import REPLAY_FUNCTIONS
+    from valkyrie.search.compile.replayed import replay_on
     from valkyrie.train.program import serialised_module
 
     target, mesh = program.run.config.target, program.mesh
     assert isinstance(mesh, jax.sharding.Mesh)
-    replay_module, usable = REPLAY_FUNCTIONS.get(get_platform(target.platform).replay), usable_hbm(target.chip)
-    if replay_module is None or usable is None:
+    platform, usable = get_platform(target.platform), usable_hbm(target.chip)
+    if platform.replay is None or usable is None:
         return compiled, options
     axes, positions = {str(name): int(size) for name, size in mesh.shape.items()}, device_positions(mesh)
 
     def replay_fn(compiled: Any) -> Replay:
-        return replay_module(target, parse_module(serialised_module(compiled)), axes, positions)
+        return replay_on(target, parse_module(serialised_module(compiled)), axes, positions)
 
-    return compile_for_overlap(compiled, options, compile_fn, get_platform(target.platform), usable, replay_fn)
+    return compile_for_overlap(compiled, options, compile_fn, platform, usable, replay_fn)
 
 
 def compile_within_memory(

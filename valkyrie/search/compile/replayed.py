@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.collectives import CollectiveUse, collective_uses
@@ -34,14 +33,13 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     """
     target, step = run.config.target, compiled.outcome.step
     assert step is not None, "only a layout that fits is replayed"
-    replay_module = REPLAY_FUNCTIONS.get(get_platform(target.platform).replay)
-    if replay_module is None:
+    if get_platform(target.platform).replay is None:
         return None, collective_uses(parse_module(compiled.module_file.read_bytes()), step.axes)
     file = compiled.program_folder / f"replay-{_replay_key(target)}.json"
     try:
         result = read_record(Replay, file)
     except (OSError, RecordError):  # missing or damaged
-        result = replay_module(target, parse_module(compiled.module_file.read_bytes()), step.axes, step.positions)
+        result = replay_on(target, parse_module(compiled.module_file.read_bytes()), step.axes, step.positions)
         write_atomic(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = correct_replay(result, target)
     return result, list(result.collectives)
@@ -82,13 +80,7 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
     )
 
 
-def replay_on(
-    target: TargetConfig,
-    module: Module,
-    axes: dict[str, int],
-    positions: Sequence[Position],
-    models: CostModels = TPU_MODELS,
-) -> Replay:
+def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
     """Replay a scheduled module on a slice.
 
     Raises ValueError if the module is for another number of devices, or if the chip lacks a value that the replay
@@ -98,14 +90,15 @@ def replay_on(
     `mesh.devices.flat`.
     """
     assert target.chip is not None
+    models = REPLAY_MODELS.get(get_platform(target.platform).replay, TPU_MODELS)
     return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes), models)
 
 
-REPLAY_FUNCTIONS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
-    "libtpu": replay_on,
-    "xla_gpu": partial(replay_on, models=CostModels(GpuOpCostModel, NcclModel)),
+REPLAY_MODELS: dict[str | None, CostModels] = {
+    "libtpu": TPU_MODELS,
+    "xla_gpu": CostModels(GpuOpCostModel, NcclModel),
 }
-"""Functions that replay a compiled module, by `Platform.replay`."""
+"""Cost models of the replay, by `Platform.replay`."""
 
 
 def _replay_key(target: TargetConfig) -> str:

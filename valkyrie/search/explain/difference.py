@@ -235,7 +235,7 @@ def missing_step_reason(prediction: Prediction, key: str) -> str | None:
         reason = prediction.reason or "run mode=compile for the reason"
         return f"{key} ({name}) has no step time ({prediction.status.value.replace('_', ' ')}): {reason}"
     if prediction.step is None:
-        return f"{key} ({name}) has no predicted step time. Compile it for a TPU slice, such as target=v4-64."
+        return f"{key} ({name}) has no predicted step time. Compile it for TPUs or GPUs, such as target=v4-64."
     return None
 
 

@@ -165,7 +165,7 @@ def _refuse_uncompilable(run: Run) -> None:
     target, problems = run.config.target, [str(problem) for problem in run.problems()]
     platform = get_platform(target.platform)
     if platform.replay is None:
-        problems.append(f"target={target.name} has no predicted step time. Use a TPU slice, such as target=v4-64.")
+        problems.append(f"target={target.name} has no predicted step time. Use TPUs or GPUs, such as target=v4-64.")
     elif missing := platform.compile_refusal(target, run.config.precision.compute.value):
         problems.append(missing)
     if problems:

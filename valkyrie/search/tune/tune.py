@@ -104,8 +104,8 @@ def refuse_untunable(target: TargetConfig) -> None:
     """Raise ValueError if a target has no compiler options to tune."""
     if get_platform(target.platform).replay is None:
         raise ValueError(
-            f"target={target.describe()}: mode=tune predicts the effect of compiler options only for TPU slices. Use a "
-            "slice such as target=v4-64."
+            f"target={target.describe()}: mode=tune predicts the effect of compiler options only for TPUs and GPUs. "
+            "Use a slice such as target=v4-64."
         )
 
 
