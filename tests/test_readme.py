@@ -103,7 +103,7 @@ def test_the_readme_is_short():
 
 
 def test_the_commands_are_found():
-    assert len(TRAIN_COMMANDS) >= 35 and len([line for line in TRAIN_COMMANDS if " -m " in line]) == 4
+    assert len(TRAIN_COMMANDS) >= 35 and len([line for line in TRAIN_COMMANDS if " -m " in line]) >= 4
     assert any("resume=latest" in line for line in TRAIN_COMMANDS) and any("~/books" in line for line in TRAIN_COMMANDS)
 
 
