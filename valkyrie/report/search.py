@@ -251,7 +251,7 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
     counts = {"cannot be built, for the reasons below": sum(answer.refused.values())}
     if answer.too_large is not None:
         counts["too large for a device's memory, by estimate"] = answer.too_large
-        label = "slower by estimate, so not compiled" if compiled else "estimated, not compiled"
+        label = "estimated, not compiled" + (f": {answer.why}" if compiled and answer.why else "")
         counts[label] = answer.layouts - answer.too_large - compiled
     for outcome, count in answer.compile_outcomes.items():
         counts[_OUTCOMES.get(outcome, f"compiled, but {outcome.replace('_', ' ')}")] = count

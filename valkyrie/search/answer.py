@@ -16,10 +16,11 @@ from valkyrie.parts import PART_LABELS, PartKind, StepPart
 from valkyrie.runs.columns import terminal_table
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
+from valkyrie.search.correcting import CorrectedTime
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
-from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
+from valkyrie.search.shortlist import Shortlist, describe_chips, without_torus
 from valkyrie.units import memory_text
 
 NEAR_LIMIT_SHARE = 0.95
@@ -50,39 +51,41 @@ _COMPILED_BOTTLENECKS = {
 def rank_layouts(
     request: SearchRequest, shortlist: Shortlist, compiled_layouts: CompiledLayouts, count: int
 ) -> list[RankedLayout]:
-    """Return up to `count` layouts: compiled ones, then estimated ones, each ordered by `SearchRequest.cost`.
+    """Return the best `count` layouts, compiled or estimated, ordered by `SearchRequest.cost`.
 
-    An estimated layout precedes the compiled ones only if even the slow end of its interval beats the best of them. The
-    others fill the rows that compiled layouts leave free. The best layout on each kind and number of chips, and of
+    Estimates are corrected by compiled layouts. The best compiled layout is the first one, unless even the slow end of
+    an estimate's interval beats it. The best layout on each kind and number of chips, and of
     slices, is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     count_per_kind = max(-(-count // len(chip_kinds)), 2)
     by_chips = [_best_on_chips(request, chips, shortlist, compiled_layouts, count_per_kind) for chips in chip_kinds]
-
-    pairs = [pair for group in by_chips for pair in group]
-    best_compiled = min(
-        (request.cost(layout, row.step_s) for layout, row in pairs if row.stage is Stage.compile), default=0.0
-    )
-
-    def sort_key(pair: tuple[EstimatedLayout, RankedLayout]) -> tuple[bool, float]:
-        layout, row = pair
-        is_uncertain = row.stage is Stage.estimate and request.cost(layout, row.high_s) >= best_compiled
-        return is_uncertain, request.cost(layout, row.step_s)
-
-    best_per_kind = [min(group, key=sort_key) for group in by_chips if group]
-    remaining = sorted((pair for pair in pairs if not any(pair is first for first in best_per_kind)), key=sort_key)
-    ordered = sorted([*best_per_kind, *remaining[: max(count - len(best_per_kind), 0)]], key=sort_key)
+    by_chips = [_order_rows(request, pairs) for pairs in by_chips if pairs]
+    best_per_kind = [pairs[0] for pairs in by_chips]
+    others = (pair for pairs in by_chips for pair in pairs[1:])
+    remaining = sorted(others, key=lambda pair: request.cost(pair[0], pair[1].step_s))
+    ordered = _order_rows(request, [*best_per_kind, *remaining[: max(count - len(best_per_kind), 0)]])
     return [replace(row, as_fast_on=shortlist.equally_fast_slices(layout)) for layout, row in ordered]
+
+
+def _order_rows(
+    request: SearchRequest, pairs: Sequence[tuple[EstimatedLayout, RankedLayout]]
+) -> list[tuple[EstimatedLayout, RankedLayout]]:
+    """Return rows by cost, but the best compiled one first, unless an estimate's whole interval is below its time."""
+    ordered = sorted(pairs, key=lambda pair: request.cost(pair[0], pair[1].step_s))
+    best = next((pair for pair in ordered if pair[1].stage is Stage.compile), None)
+    if best is None:
+        return ordered
+    best_cost = request.cost(best[0], best[1].step_s)
+    if any(request.cost(layout, row.high_s) < best_cost for layout, row in ordered if row.stage is Stage.estimate):
+        return ordered
+    return [best, *(pair for pair in ordered if pair is not best)]
 
 
 def _best_on_chips(
     request: SearchRequest, chips_text: str, shortlist: Shortlist, compiled_layouts: CompiledLayouts, count: int
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
-    """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
-
-    Estimated layouts fill the rows that compiled ones leave free. If even the slow end of an estimated layout's
-    interval beats the best compiled layout, it takes the place of the slowest compiled row.
+    """Return the best `count` layouts on one kind and number of chips, with the best compiled one in any case.
 
     Leaves out an estimated layout if it was compiled with another torus, placement or batch, and its estimate with
     those is at least as fast.
@@ -94,38 +97,45 @@ def _best_on_chips(
     compiled_by_layout: dict[Candidate, CompiledLayout] = {}
     for layout in timed_layouts:  # of several searched batches, only the fastest
         compiled_by_layout.setdefault(replace(layout.estimate.candidate, batch=None), layout)
-    timed_layouts = list(compiled_by_layout.values())
-    compiled_candidates = {layout.estimate.candidate for layout in compiled_layouts.layouts}
-    estimated_layouts = [
-        layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
-    ]
-    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in timed_layouts}
-    estimated_layouts = [
-        layout for layout in estimated_layouts if layout.ranking_s < compiled_s.get(without_torus(layout), math.inf)
-    ]
-    estimated_layouts.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
-    estimated_rows = [
-        (layout, make_answer_row(request, layout).with_step_time(compiled_layouts.corrected_s(layout)))
-        for layout in estimated_layouts[:count]
-    ]
-    best_s = min((c.estimate.per_sequence(c.step_s or 0.0) for c in timed_layouts), default=0.0)
-    faster_count = sum(layout.per_sequence(row.high_s) < best_s for layout, row in estimated_rows)
     rows = [
-        (layout.estimate, make_answer_row(request, layout.estimate, layout))
-        for layout in timed_layouts[: max(count - faster_count, 1)]
+        (layout.estimate, make_answer_row(request, layout.estimate, layout)) for layout in compiled_by_layout.values()
     ]
-    return rows + estimated_rows[: count - len(rows)]
+    compiled_candidates = {layout.estimate.candidate for layout in compiled_layouts.layouts}
+    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in compiled_by_layout.values()}
+    estimated_layouts = [
+        layout
+        for layout in shortlist.on_chips(chips_text)
+        if layout.candidate not in compiled_candidates
+        and layout.ranking_s < compiled_s.get(without_torus(layout), math.inf)
+    ]
+    times = dict(
+        zip((e.candidate for e in estimated_layouts), compiled_layouts.correct(estimated_layouts), strict=True)
+    )
+    estimated_layouts.sort(key=lambda layout: layout.per_sequence(times[layout.candidate].step_s))
+    estimated_rows = [
+        (layout, make_answer_row(request, layout, corrected=times[layout.candidate]))
+        for layout in shortlist.select_distinct(estimated_layouts, count)
+    ]
+    best_compiled = rows[:1]
+    ordered = sorted([*rows[1:], *estimated_rows], key=lambda pair: pair[0].per_sequence(pair[1].step_s))
+    return [*best_compiled, *ordered[: count - len(best_compiled)]]
 
 
 def make_answer_row(
-    request: SearchRequest, layout: EstimatedLayout, compiled_layout: CompiledLayout | None = None
+    request: SearchRequest,
+    layout: EstimatedLayout,
+    compiled_layout: CompiledLayout | None = None,
+    corrected: CorrectedTime | None = None,
 ) -> RankedLayout:
-    """Return the row of a layout in the answer, with its compiled step time or, if it has none, the estimated one."""
+    """Return the row of a layout in the answer, with its compiled step time or, if it has none, the estimated one.
+
+    `corrected` is the estimated time as corrected by compiled layouts, or None to use the estimate itself.
+    """
     target, tokens = layout.group.target, request.step_tokens(layout.batch)
-    step_s = layout.step_s if compiled_layout is None else compiled_layout.step_s or layout.step_s
-    low_s, high_s = estimate_errors().low * step_s, estimate_errors().high * step_s
-    interval = None if compiled_layout is None else compiled_layout.trial.results.step.interval
+    time = corrected or CompiledLayouts().correct([layout])[0]
+    step_s, low_s, high_s = time.step_s, time.low_s, time.high_s
     if compiled_layout is not None:
+        step_s, interval = compiled_layout.step_s or layout.step_s, compiled_layout.trial.results.step.interval
         low_s, high_s = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
     affordable_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)

@@ -112,7 +112,7 @@ def format_comparison(
     best_s = None if compiled_best is None else compiled_best.step_s
     baseline_s, predicted_best_s, source = layout.step_s, sum(best.parts_s.values()), "by estimate"
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        baseline_s, predicted_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
+        baseline_s, predicted_best_s = compiled_layouts.correct([layout])[0].step_s, best_s or best.step_s
         if compiled is not None and compiled.step_s is not None:
             baseline_s, source = compiled.step_s, "compiled step"
     slowdown, best_source = scale * baseline_s / predicted_best_s, "estimated" if best_s is None else "compiled"

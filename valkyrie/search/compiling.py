@@ -1,4 +1,4 @@
-"""Compile stage of a search: compiles layouts, those with the shortest estimates first.
+"""Compile stage of a search: compiles layouts, those with the best chance to be the fastest first.
 
 Compiled layouts correct the estimates of similar ones. The stage ends when no other layout is likely to be faster, or
 when the time budget or the maximum number of compiles is reached.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
@@ -20,46 +21,30 @@ from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
+from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.folder import split_flags
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.compile.prediction import read_prediction
+from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates, normal_chance
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
-from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import (
-    MeshPartition,
-    Shortlist,
-    chip_name,
-    describe_chips,
-    estimate_errors,
-    mesh_partition,
-)
+from valkyrie.search.shortlist import Shortlist, chip_name, describe_chips
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.train.memory import memory_estimate_errors
 from valkyrie.train.options import settings_for_training
 from valkyrie.train.screen import make_console
+from valkyrie.units import percent_text
 
-MIN_DISTINCT = 4
-"""Number of different meshes and partitions to compile before one is repeated. Baselines are exempt."""
-MIN_VARIANT_RATIO = 0.97
-"""Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
-
-Layouts with the same mesh and partition have similar errors; the choice of 3% is not fitted.
-"""
-SAME_WORK_PARTS = ("products", "mixing", "head")
-SAME_WORK_TOLERANCE, MAX_WAITING_DIFFERENCE = 0.03, 0.1
-"""Conditions under which a compiled layout corrects layouts with another mesh or partition (see `has_same_work`).
-
-Tested on the compiled layouts of experiments/search. For the 132 pairs that meet the conditions, correcting one
-estimate by the other's ratio changes the median error from 8.0% to 3.5%. For all 3,458 pairs, it changes the error from
-6.6% to 9.8%, or to 8.1% if the ratio is that of the compute alone, because errors of compute differ by mesh and
-partition.
-"""
+MIN_CHANCE = 0.05
+"""Smallest chance of a step time below that of the best compiled layout divided by `EQUAL_RATIO` to be compiled."""
+MEMORY_DEVIATIONS = 4.6
+"""Standard deviations between the smallest and the largest of the about 100 ratios in `memory_estimate_errors`."""
 MEMORY_SLACK = 1.1
 """A layout may fit if its need, as corrected by `CompiledLayouts.may_fit`, is at most this multiple of the memory.
 
@@ -122,31 +107,14 @@ class CompiledLayouts:
         fitting = [layout for layout in self.layouts if layout.step_s is not None]
         return min(fitting, key=lambda layout: request.cost(layout.estimate, layout.step_s or 0.0), default=None)
 
-    def ratio(self, key: MeshPartition) -> float | None:
-        """Return the ratio of compiled to estimated step time for a mesh and partition, or None if unknown.
-
-        The ratio is that of the layout whose compile started last, of those that fit and have this mesh and partition.
-        Its start is in its record, so the ratio is the same after a resume.
-        """
-        return self._last_ratio(lambda compiled: mesh_partition(compiled) == key)
-
-    def _last_ratio(self, matches: Callable[[EstimatedLayout], bool]) -> float | None:
-        matching = [c for c in self.layouts if c.step_s is not None and matches(c.estimate)]
-        last = max(matching, key=lambda layout: layout.trial.started, default=None)
-        return None if last is None else (last.step_s or 0.0) / last.estimate.step_s
-
     def get(self, candidate: Candidate) -> CompiledLayout | None:
         """Return the record of a layout, or None if it was not compiled."""
         return next((layout for layout in self.layouts if layout.estimate.candidate == candidate), None)
 
-    def corrected_s(self, layout: EstimatedLayout) -> float:
-        """Return the estimated step time of a layout in seconds, times a ratio of compiled to estimated step time.
-
-        The ratio is that of `ratio`. If it is unknown, it is that of the last compiled layout that fits and does the
-        same work (see `has_same_work`), or else 1.
-        """
-        ratio = self.ratio(mesh_partition(layout)) or self._last_ratio(lambda other: has_same_work(other, layout))
-        return layout.step_s * (ratio or 1.0)
+    def correct(self, layouts: Sequence[EstimatedLayout]) -> list[CorrectedTime]:
+        """Return the step times of layouts, as corrected by the compiled ones (see `correct_estimates`)."""
+        timed_layouts = [(EstimatedStep.from_layout(c.estimate), c.step_s) for c in self.layouts if c.step_s]
+        return correct_estimates([EstimatedStep.from_layout(layout) for layout in layouts], timed_layouts)
 
     def describe_ratios(self) -> str | None:
         """Return a sentence with the ratios of compiled to estimated step times, or None if no compiled layout fits."""
@@ -185,30 +153,34 @@ class CompiledLayouts:
         compiled layouts. The product may be at most `MEMORY_SLACK` times the usable memory. Returns True if there are
         no such layouts, or if the usable memory is unknown.
         """
-        usable = usable_hbm(layout.group.target.chip)
-        ratios = [
-            c.peak / c.estimate.peak_bytes for c in self.layouts if c.peak and _same_chip_and_remat(c.estimate, layout)
-        ]
+        usable, ratios = usable_hbm(layout.group.target.chip), self._memory_ratios(layout)
         return usable is None or not ratios or layout.peak_bytes * min(ratios) <= MEMORY_SLACK * usable
 
+    def chance_to_fit(self, layout: EstimatedLayout) -> float:
+        """Return the probability that a layout fits.
 
-def has_same_work(first: EstimatedLayout, second: EstimatedLayout) -> bool:
-    """Return whether the estimates of two layouts have the same work per device and similar communication.
+        Its estimated memory is multiplied by the median ratio of needed to estimated memory among compiled layouts with
+        the same kind of chip and the same partition or remat policy or, if there are none, among the layouts of
+        experiments/memory.py.
+        """
+        usable, errors = usable_hbm(layout.group.target.chip), memory_estimate_errors(layout.has_pipeline)
+        expected_bytes = layout.peak_bytes * median(self._memory_ratios(layout, or_partition=True) or [errors.median])
+        deviation = math.log(errors.high / errors.low) / MEMORY_DEVIATIONS
+        return 1.0 if usable is None else normal_chance(math.log(usable / expected_bytes) / deviation)
 
-    The layouts are on the same kind and number of chips. The seconds of `SAME_WORK_PARTS` differ by at most 3%, and the
-    shares of communication and idle time by at most a tenth of the step.
-    """
-    if describe_chips(first.group.target) != describe_chips(second.group.target):
-        return False
-    parts, other_parts = first.parts, second.parts
-    if not all(math.isclose(parts[n], other_parts[n], rel_tol=SAME_WORK_TOLERANCE) for n in SAME_WORK_PARTS):
-        return False
-    shares = [sum(p[n] for n in COMPUTE_PARTS) / sum(p.values()) for p in (parts, other_parts)]
-    return abs(shares[0] - shares[1]) < MAX_WAITING_DIFFERENCE
+    def _memory_ratios(self, layout: EstimatedLayout, or_partition: bool = False) -> list[float]:
+        """Return the ratios of needed to estimated memory of compiled layouts with the same kind of chip and remat.
 
-
-def _same_chip_and_remat(first: EstimatedLayout, second: EstimatedLayout) -> bool:
-    return chip_name(first) == chip_name(second) and first.remat == second.remat
+        With `or_partition`, also of those with the same partition and another remat policy. Pipelines are separate.
+        """
+        ratios, partition = list[float](), (layout.candidate.partition, layout.has_pipeline)
+        for compiled in (c for c in self.layouts if c.peak and chip_name(c.estimate) == chip_name(layout)):
+            estimate = compiled.estimate
+            if estimate.remat == layout.remat or (
+                or_partition and (estimate.candidate.partition, estimate.has_pipeline) == partition
+            ):
+                ratios.append((compiled.peak or 0) / estimate.peak_bytes)
+        return ratios
 
 
 class BudgetExceeded(BaseException):
@@ -227,8 +199,7 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
-    The next layout is the one with the lowest cost by its corrected estimate. Each kind and number of chips gets a
-    compile first. Then, except for baselines, no mesh and partition is repeated before `MIN_DISTINCT` are compiled.
+    The next layout is the one with the best chance to beat the best compiled one (see `_pick_next`).
 
     Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
     longest so far. A compile that is running when the budget ends is stopped. After Ctrl-C (KeyboardInterrupt),
@@ -238,9 +209,8 @@ def compile_best(
     Args:
         request: The search.
         shortlist: Layouts that may be the best.
-        find_baseline_layouts: Returns the layouts with which the best one so far will be compared, on its slice. Once a
-            layout fits and each kind and number of chips has been tried, they are compiled next, even if their
-            estimates are slow.
+        find_baseline_layouts: Returns the layouts with which the best one so far will be compared, on its slice. They
+            are compiled once no other layout is likely to be faster.
         folder: Folder of the search. Layouts in its records are not compiled again.
         max_compiles: Largest number of compiles.
         compiled_layouts: Receives the results. Those that it already has count towards `max_compiles`.
@@ -263,18 +233,11 @@ def compile_best(
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
-        best = None if compiled_layouts.filter_uncompiled_chips(possible) else compiled_layouts.best(request)
-        # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
-        baselines = [] if best is None else find_baseline_layouts(best)
-        untried_baselines = [b for b in baselines if compiled_layouts.get(b.candidate) is None]
-        layout = untried_baselines[0] if untried_baselines else _pick_next(request, possible, compiled_layouts)
-        lower_bound = min((request.cost(e, _lower_bound_s(e, compiled_layouts)) for e in possible), default=0.0)
+        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts)
         if layout is None:
-            compiled_layouts.stop_reason = "every layout that may fit was compiled"
-        elif (
-            not untried_baselines and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0)
-        ):
-            compiled_layouts.stop_reason = "no other layout is likely to be faster, judging by the errors of estimates"
+            chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
+            unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"
+            compiled_layouts.stop_reason = unlikely if possible else "every layout that may fit was compiled"
         elif exceeds_budget(longest_s):
             compiled_layouts.stop_reason = f"another compile would exceed {_describe_budget(request, compiled_layouts)}"
         elif len(compiled_layouts.layouts) >= max_compiles:
@@ -370,29 +333,38 @@ def _settings_for_training(trial_folder: Path) -> tuple[str, ...]:
 
 
 def _pick_next(
-    request: SearchRequest, pending_layouts: Iterable[EstimatedLayout], compiled_layouts: CompiledLayouts
+    request: SearchRequest,
+    possible: Sequence[EstimatedLayout],
+    compiled_layouts: CompiledLayouts,
+    find_baseline_layouts: Callable[[CompiledLayout], Sequence[EstimatedLayout]],
 ) -> EstimatedLayout | None:
-    """Return the layout with the lowest cost by its corrected estimate, or None if none is left.
+    """Return the layout to compile next, or None if none is worth a compile.
 
-    Kinds and numbers of chips without a compile come first. Until `MIN_DISTINCT` meshes and partitions are compiled,
-    none is repeated as long as another is left.
+    Until a layout fits, this is the one with the lowest cost, divided by its chance to fit. After that, it is the one
+    with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
+    of chips without a compile come first. If no layout has such a chance, the baselines and the remaining kinds of
+    chips are compiled for comparison.
     """
-    compiled = {mesh_partition(layout.estimate) for layout in compiled_layouts.layouts}
-    untried = compiled_layouts.filter_uncompiled_chips(pending_layouts)
-    if not untried and len(compiled) < MIN_DISTINCT:
-        untried = [layout for layout in pending_layouts if mesh_partition(layout) not in compiled]
+    best, times = compiled_layouts.best(request), compiled_layouts.correct(possible)
 
-    def expected_cost(layout: EstimatedLayout) -> float:
-        return request.cost(layout, compiled_layouts.corrected_s(layout))
+    def pick_cheapest(layouts: Sequence[EstimatedLayout]) -> EstimatedLayout | None:
+        expected_s = {layout.candidate: time.step_s for layout, time in zip(possible, times, strict=True)}
+        return min(
+            layouts,
+            key=lambda e: request.cost(e, expected_s[e.candidate]) / max(compiled_layouts.chance_to_fit(e), 1e-9),
+            default=None,
+        )
 
-    return min(untried or pending_layouts, key=expected_cost, default=None)
-
-
-def _lower_bound_s(layout: EstimatedLayout, compiled_layouts: CompiledLayouts) -> float:
-    """Return a likely lower bound on the step time of a layout, in seconds.
-
-    Multiplies the estimate by `MIN_VARIANT_RATIO` and `CompiledLayouts.ratio`, or by `EstimateErrors.low` if the ratio
-    is unknown.
-    """
-    ratio = compiled_layouts.ratio(mesh_partition(layout))
-    return layout.step_s * (estimate_errors().low if ratio is None else MIN_VARIANT_RATIO * ratio)
+    if best is None:
+        return pick_cheapest(possible)
+    limit = request.cost(best.estimate, best.step_s or 0.0) / EQUAL_RATIO
+    chances = {
+        layout.candidate: time.chance_below(limit / request.cost(layout, 1.0)) * compiled_layouts.chance_to_fit(layout)
+        for layout, time in zip(possible, times, strict=True)
+    }
+    promising = [layout for layout in possible if chances[layout.candidate] >= MIN_CHANCE]
+    if promising:
+        first = compiled_layouts.filter_uncompiled_chips(promising) or promising
+        return max(first, key=lambda layout: chances[layout.candidate])
+    baselines = (b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None)
+    return next(baselines, None) or pick_cheapest(compiled_layouts.filter_uncompiled_chips(possible))

@@ -140,12 +140,12 @@ def measure_best(
 def predict_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
     """Return (layout, predicted seconds per step) for each layout that fits, the fastest first.
 
-    Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.
+    Compiled times replace estimates, and correct those of similar layouts.
     """
     pairs = [(layout.estimate, layout.step_s) for layout in compiled_layouts.layouts if layout.step_s is not None]
-    for layout in shortlist.fitting:
-        if compiled_layouts.get(layout.candidate) is None:
-            pairs.append((layout, compiled_layouts.corrected_s(layout)))
+    estimated_layouts = [layout for layout in shortlist.fitting if compiled_layouts.get(layout.candidate) is None]
+    times = compiled_layouts.correct(estimated_layouts)
+    pairs += [(layout, time.step_s) for layout, time in zip(estimated_layouts, times, strict=True)]
     return sorted(pairs, key=lambda pair: pair[0].per_sequence(pair[1]))
 
 

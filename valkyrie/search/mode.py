@@ -9,11 +9,9 @@ from datetime import date
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import usable_hbm
 from valkyrie.problems import DIVISIBILITY_CODES, format_alternatives
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -43,6 +41,7 @@ from valkyrie.search.measuring import (
     measurement_summary,
     rank_measured_layouts,
 )
+from valkyrie.search.progress import CompileProgress
 from valkyrie.search.remarks import collect_remarks, describe_missing_compiles, describe_prices, target_slice
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
@@ -50,7 +49,7 @@ from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.trial import TrialLog
 from valkyrie.train.screen import make_console
-from valkyrie.units import count_text, duration_text, memory_text, parse_seconds
+from valkyrie.units import count_text, memory_text, parse_seconds
 
 MAX_SHOWN_LAYOUTS = 10
 """Maximum number of layouts in the answer.
@@ -243,53 +242,13 @@ def _compile(
     if limit == 0:
         compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
         return 0
-    budget, stop_condition = request.mode.budget, "on Ctrl-C"
-    if budget is not None:
-        factor = compiled_layouts.budget_factor
-        longer = "" if factor == 1.0 else f" ({factor:g} times that until a layout has a step time)"
-        stop_condition = f"after mode.budget={budget}{longer}, or on Ctrl-C"
-    console.print(
-        f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
-    )
-
-    def speed_text(layout: EstimatedLayout, step_s: float) -> str:
-        if layout.batch is None:
-            return duration_text(step_s)
-        chips = (layout.group.target.chips or 1) * layout.group.target.slices
-        return f"{duration_text(step_s)} ({request.step_tokens(layout.batch) / step_s / chips:,.0f} tokens/s/chip)"
-
-    def print_result(compiled_layout: CompiledLayout, results: CompiledLayouts) -> None:
-        step, best = compiled_layout.step_s, results.best(request)
-        result = (
-            speed_text(compiled_layout.estimate, step)
-            if step is not None
-            else f"{compiled_layout.trial.status.value.replace('_', ' ')}"
-        )
-        usable = usable_hbm(compiled_layout.target.chip)
-        if step is None and compiled_layout.peak and usable:
-            result += f": needs {memory_text(compiled_layout.peak)} of {memory_text(usable)} usable"
-        estimate = f"estimated {duration_text(compiled_layout.estimate.step_s)}"
-        best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-        layout = " ".join(compiled_layout.estimate.candidate.overrides)
-        wall_s = compiled_layout.trial.wall_s
-        line = f"[{len(results.layouts)}] {layout}: {result} ({estimate}; compiled in {wall_s:.0f} s)"
-        console.print(line + best_so_far, soft_wrap=True)
-
-    status_line = console.status("compiling")
-
-    def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
-        limit_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
-        if not longest_s and request.budget_s is not None:
-            limit_text = f" of at most {compiled_layouts.budget_factor * request.budget_s:.0f} s"
-        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{limit_text}"
-        best = compiled_layouts.best(request)
-        best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-        status_line.update(Text(text + best_so_far))
-
+    progress = CompileProgress(request, compiled_layouts, console)
+    progress.print_start(folder)
     try:
-        with signals_as_exceptions(), status_line:
+        with signals_as_exceptions(), progress.status_line:
             compile_best(
-                request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts, print_result, show_progress
+                *(request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts),
+                *(progress.print_result, progress.show_wait),
             )
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")

@@ -158,20 +158,25 @@ def _with_range(value: float, low: float, high: float) -> str:
 
 
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a line with the layouts on the same chips that are as fast as the best one, or an empty list.
+    """Return lines with the layouts on the same chips that are as fast as the best one, or may be faster.
 
-    The line names layouts with times from another source than the best one's.
+    Only times of the same source, compiled or measured, are called equal. The other line lists estimates whose interval
+    includes the time of the best layout.
     """
-    best, tied_places = rows[0], list[str]()
+    best, tied, unsure = rows[0], list[str](), list[str]()
     chips_text = describe_chips(target_slice(request, best))
     for place, row in enumerate(rows[1:], start=2):
-        is_same_chip = describe_chips(target_slice(request, row)) == chips_text
-        if is_same_chip and row.tokens_per_second_per_chip * EQUAL_RATIO >= best.tokens_per_second_per_chip:
-            tied_places.append(f"#{place}" if row.stage is best.stage else f"#{place} ({row.stage.adjective})")
-    if not tied_places:
-        return []
-    source = " by estimate" if best.stage is Stage.estimate else ""
-    return [f"Equally fast as #1{source}, within {percent_text(EQUAL_RATIO - 1)}: {', '.join(tied_places)}."]
+        if describe_chips(target_slice(request, row)) != chips_text:
+            continue
+        speedup = row.tokens_per_second_per_chip / best.tokens_per_second_per_chip
+        if row.stage is Stage.estimate:
+            unsure += [f"#{place}"] * (speedup * row.step_s / row.low_s > 1)
+        elif row.stage is best.stage and speedup * EQUAL_RATIO >= 1:
+            tied.append(f"#{place}")
+    lines = [f"Equally fast as #1, within {percent_text(EQUAL_RATIO - 1)}: {', '.join(tied)}."] if tied else []
+    if unsure:
+        lines.append(f"May be faster than #1, because their intervals include its time: {', '.join(unsure)}.")
+    return lines
 
 
 def describe_intervals(rows: Sequence[RankedLayout]) -> list[str]:

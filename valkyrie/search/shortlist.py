@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -82,14 +82,20 @@ class EstimateErrors:
     them.
 
     Args:
-        low: 5% quantile for step times.
-        high: 95% quantile for step times.
+        low, high: 5% and 95% quantiles for step times without a pipeline.
+        pipeline_low, pipeline_high: The same for pipelines.
         memory_low: 25% quantile for peak memory.
     """
 
     low: float
     high: float
+    pipeline_low: float
+    pipeline_high: float
     memory_low: float
+
+    def time_quantiles(self, has_pipeline: bool) -> tuple[float, float]:
+        """Return the 5% and 95% quantiles for step times."""
+        return (self.pipeline_low, self.pipeline_high) if has_pipeline else (self.low, self.high)
 
 
 @cache
@@ -125,15 +131,19 @@ class Shortlist:
         """Return a copy with only the layouts that meet a condition, and the same `smallest`."""
         return replace(self, fitting=[*filter(condition, self.fitting)], may_fit=[*filter(condition, self.may_fit)])
 
-    def best(self, chips_text: str, count: int) -> list[EstimatedLayout]:
-        """Return up to `count` of the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
+    def on_chips(self, chips_text: str) -> list[EstimatedLayout]:
+        """Return the fitting layouts on a kind and number of chips, as formatted by `describe_chips` (`1 x 64 v4`)."""
+        return [layout for layout in self.fitting if describe_chips(layout.group.target) == chips_text]
 
-        `chips_text` selects the kind and number of chips, as formatted by `describe_chips` (`1 x 64 v4`). Each layout
-        is listed once, with its fastest torus, placement and searched batch.
+    @staticmethod
+    def select_distinct(layouts: Iterable[EstimatedLayout], count: int) -> list[EstimatedLayout]:
+        """Return the first `count` layouts, at most `MAX_VARIANTS` with the same mesh and partition.
+
+        Of layouts that differ only in torus, placement or searched batch, keeps the first.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}
-        for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips_text):
+        for layout in layouts:
             key = mesh_partition(layout)
             if without_torus(layout) in best:
                 continue

@@ -34,6 +34,9 @@ from valkyrie.train.options import Option
 OUTCOME_FILE, PROGRAM_FILE = "outcome.json", "program.json"
 """Names of the files with the outcome of a request and with the `ProgramRecord` of a program."""
 
+MAX_READ_OUTCOMES = 300
+"""Maximum number of outcomes in the cache to read for the durations of earlier compiles."""
+
 _PRICES = ("usd_per_hour", "usd_per_hour_source", "spot_usd_per_hour")
 _UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", *_PRICES)
 """Settings of a chip that affect neither the program nor its replay."""
@@ -153,6 +156,23 @@ def read_outcome(folder: Path, needs_hlo_text: bool = False) -> CompileOutcome |
         if program is None or program.module_sha256 != outcome.step.module_sha256:
             return None
     return outcome
+
+
+def earlier_compile_seconds(parameters: int) -> list[float]:
+    """Return how long the compiles in the cache took that fit and whose models have this number of parameters.
+
+    In seconds, with the lowering, the most recent first. Reads at most `MAX_READ_OUTCOMES`. Returns an empty list if
+    the cache cannot be read.
+    """
+    seconds = []
+    with contextlib.suppress(OSError):
+        files = sorted(requests_folder().glob(f"*/{OUTCOME_FILE}"), key=lambda file: -file.stat().st_mtime)
+        for file in files[:MAX_READ_OUTCOMES]:
+            with contextlib.suppress(RecordError):
+                step = read_record(CompileOutcome, file).step
+                if step is not None and step.parameters == parameters:
+                    seconds.append(step.lower_s + step.compile_s)
+    return seconds
 
 
 def read_program(folder: Path, needs_hlo_text: bool = False) -> ProgramRecord | None:

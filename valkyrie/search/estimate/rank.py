@@ -49,6 +49,11 @@ class EstimatedLayout:
         """Sequences of the global batch if the search varies it, else None."""
         return self.group.batch(self.index)
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the layers are split into pipeline stages."""
+        return int(self.group.candidates.stages[self.index]) > 1
+
     def per_sequence(self, step_s: float) -> float:
         """Return seconds per sequence if the search varies the batch, otherwise `step_s` itself."""
         return step_s / (self.batch or 1)
