@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -15,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -33,16 +33,26 @@ from valkyrie.problems import ProblemCode
 from valkyrie.processes.ending import EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
-from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
+from valkyrie.search import NO_STEP_TIME, compiling, mode, progress, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
-from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
+from valkyrie.search.compile import cache as compile_cache
+from valkyrie.search.compile.prediction import (
+    Alternatives,
+    CompiledStep,
+    CompileOutcome,
+    CompileStatus,
+    MemoryReport,
+    read_prediction,
+)
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, has_same_work
-from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates
+from valkyrie.search.estimate.rank import rank
 from valkyrie.search.estimate.space import LayoutSpace
+from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
 from valkyrie.search.remarks import collect_remarks, describe_choices, describe_ties, suggest_compile
@@ -180,8 +190,40 @@ def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompile
     assert best is not None and best.step_s == pytest.approx(shortlist.fitting[0].step_s)
     assert "no other layout" in compiles.stop_reason
     assert len(compiles.layouts) < len(shortlist.fitting)
-    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.MIN_DISTINCT]}
-    assert len(first) == compiling.MIN_DISTINCT
+
+
+def test_layouts_that_cannot_win_or_hardly_fit_are_not_compiled_before_others(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios of a real search: pipelines take three times their estimate, dp needs 8% more memory than estimated."""
+    arguments = ["mode=search", "target=v4-16", "model=gpt_1b", "mesh=1x2x4", "precision=bf16"]
+    request = parse_request(parse_run(arguments))
+    shortlist = make_shortlist(request)
+    layouts = {tuple(entry.candidate.overrides): entry for entry in [*shortlist.fitting, *shortlist.may_fit]}
+
+    def compile_as_measured(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        entry = layouts[tuple(compiler.key(plan))]
+        compiler.factor = 2.9 if entry.has_pipeline else 0.94
+        trial, peak = compiler(plan, watch), int(entry.peak_bytes * (1.08 if plan.about.partition == "dp" else 1.03))
+        if peak <= (usable_hbm(entry.group.target.chip) or 0):
+            return replace(trial, results=replace(trial.results, memory=MemoryReport(peak=peak)))
+        return replace(trial, status=Status.does_not_fit, results=TrialResult(memory=MemoryReport(needed=peak)))
+
+    monkeypatch.setattr(compiling, "compile_trial", compile_as_measured)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=12)
+    assert {layout.trial.status for layout in compiles.layouts} == {Status.ok}
+    times = [layout.step_s or 0.0 for layout in compiles.layouts]
+    assert max(times) < 1.1 * min(times) and "no other layout" in compiles.stop_reason
+
+
+def test_a_layout_near_the_memory_limit_waits_for_one_that_surely_fits(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    fastest = make_shortlist(make_request()).fitting[0]
+    gib = 1.01 * fastest.peak_bytes / 2**30
+    request = make_request(f"target.chip.usable_hbm_gib={gib}")
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=1)
+    assert compiles.layouts[0].estimate.peak_bytes < 0.9 * fastest.peak_bytes
 
 
 def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
@@ -277,9 +319,8 @@ def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompi
         lambda *waited: None,
     )
     compiled_overrides = [entry.estimate.candidate.overrides for entry in compiles.layouts]
-    assert compiled_overrides[0] == shortlist.fitting[0].candidate.overrides and compiled_overrides[1:3] == [
-        entry.candidate.overrides for entry in slow
-    ]
+    assert compiled_overrides[0] == shortlist.fitting[0].candidate.overrides
+    assert compiled_overrides[-2:] == [entry.candidate.overrides for entry in slow]
 
 
 def test_no_compile_starts_that_would_exceed_the_budget(
@@ -318,6 +359,32 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
     assert 0 < printed.index(answer["warning"]) < printed.index("bound by"), "the warning is above the table"
     answer = search("partition=fsdp", "remat=full", "mode.compiles=0").answer
     assert answer["warning"] == "", "these estimates were requested"
+
+
+def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "earlier_compile_seconds", lambda parameters: [70.0])
+    request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
+    shown = progress.CompileProgress(request, CompiledLayouts(), console)
+    shown.print_start(Path("found"))
+    assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue()
+    layout, start = make_shortlist(request).fitting[0], len(output.getvalue().splitlines())
+    for seconds in (*range(0, 100, 5), *range(0, 40, 5)):  # two compiles
+        shown.show_wait(layout, float(seconds), 0.0)
+    lines = output.getvalue().splitlines()[start:]
+    assert [int(line.partition(": ")[2].split(" s")[0]) for line in lines] == [30, 60, 90, 30]
+
+
+def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compile_cache, "requests_folder", lambda: tmp_path)
+    assert compile_cache.earlier_compile_seconds(7) == []
+    step = CompiledStep("", "", 1.0, 2.0, (), MemoryReport(), 7, Alternatives(), (), (), {})
+    for name, parameters in (("a", 7), ("b", 8)):
+        outcome = CompileOutcome(CompileStatus.ok, None, replace(step, parameters=parameters))
+        (tmp_path / name).mkdir()
+        write_record(tmp_path / name / compile_cache.OUTCOME_FILE, outcome)
+    assert compile_cache.earlier_compile_seconds(7) == [3.0]
 
 
 def test_a_later_compile_stops_at_the_end_of_the_budget(
@@ -391,8 +458,8 @@ def test_an_estimate_that_beats_ten_compiled_layouts_takes_the_place_of_the_slow
     request = make_request()
     shortlist, compiler.factor, compiles = make_shortlist(request), 3.0, CompiledLayouts()
     fast = shortlist.fitting[0]
-    uncorrected = [e for e in shortlist.fitting if not has_same_work(e, fast)]
-    others = {mesh_partition(e): e for e in uncorrected if mesh_partition(e) != mesh_partition(fast)}
+    uncorrected = [e for e in shortlist.fitting if e.remat != fast.remat]
+    others = {mesh_partition(e): e for e in uncorrected if e.candidate.partition != fast.candidate.partition}
     for entry in [*others.values()][:10]:
         compiler.steps[tuple(entry.candidate.overrides)] = entry.step_s
         trial = compiler(compiling.plan_compile(request, entry, tmp_path), lambda: None)
@@ -465,13 +532,13 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     )
     assert len({target.topology for target in request.targets}) > 1
     shortlist = make_shortlist(request)
-    best = shortlist.best(describe_chips(request.targets[0]), 10)
+    best = shortlist.select_distinct(shortlist.on_chips(describe_chips(request.targets[0])), 10)
     assert len({without_torus(entry) for entry in best}) == len(best) == 10
     several = next(entry for entry in best if shortlist.equally_fast_slices(entry))
     equivalents = [e for e in shortlist.fitting if without_torus(e) == without_torus(several) and e is not several]
     assert set(shortlist.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=4)
-    assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
+    assert len({without_torus(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
     rows = rank_layouts(request, shortlist, compiles, 10)
     as_fast_on = {
         tuple(entry.estimate.candidate.overrides): shortlist.equally_fast_slices(entry.estimate)
@@ -625,8 +692,11 @@ def test_a_list_of_device_batches_is_searched() -> None:
 def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_batch_request("mode.compiles=12")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=12)
-    layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.layouts]
-    assert len(set(layouts)) == len(layouts)
+    per_sequence: dict[Any, float] = {}
+    for entry in compiles.layouts:
+        layout = replace(entry.estimate.candidate, batch=None)
+        assert entry.estimate.ranking_s < per_sequence.get(layout, math.inf), "a batch that is slower per sequence"
+        per_sequence[layout] = entry.estimate.ranking_s
     best = compiles.best(request)
     assert best is not None and best.estimate.ranking_s == min(entry.estimate.ranking_s for entry in compiles.layouts)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
@@ -686,10 +756,12 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
     assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
 
 
-def test_each_slice_is_compiled_before_any_has_a_second_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
+def test_each_slice_is_compiled_the_fastest_first(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request("mode.targets=[v5e-8,v5p-16,v6e-8]")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=500)
-    assert {plan.about.target for plan in compiler.plans[:3]} == {"v5e-8", "v5p-16", "v6e-8"}
+    targets = [plan.about.target for plan in compiler.plans]
+    assert {*targets} == {"v5e-8", "v5p-16", "v6e-8"}
+    assert targets[-1] == "v5e-8" and targets.count("v5e-8") == 1, "it cannot be the fastest"
     assert "no other layout" in compiles.stop_reason
 
 
@@ -859,11 +931,11 @@ def test_equally_fast_layouts_and_the_command_that_compiles_an_estimated_one_are
     factors = (1.0, 1.01, 1.1, 1.0)
     rows = [row.with_step_time(factor * rows[0].step_s) for row, factor in zip(rows, factors, strict=True)]
     (line,) = describe_ties(request, rows)
-    assert line.endswith(": #2, #4.")
-    assert describe_ties(request, [rows[0], *(row.with_step_time(1.1 * rows[0].step_s) for row in rows[1:])]) == []
+    assert line.endswith(": #2, #3, #4.") and "Equally" not in line
+    assert describe_ties(request, [rows[0], *(row.with_step_time(1.2 * rows[0].step_s) for row in rows[1:])]) == []
     compiled = replace(rows[0], stage=Stage.compile)
-    (line,) = describe_ties(request, [compiled, *rows[1:]])
-    assert line.endswith(": #2 (estimated), #4 (estimated).") and "by estimate" not in line
+    equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
+    assert "Equally" in equal and equal.endswith(": #2.") and unsure.endswith(": #3, #4.")
     (line,) = suggest_compile(request, [compiled, *rows[1:]])
     run = parse_run(shlex.split(line.partition("valkyrie-train ")[2]))
     assert "#2" in line and run.config.mode.name == "compile" and run.problems() == []
@@ -892,12 +964,14 @@ def test_the_page_of_a_search_omits_unknown_numbers_and_names_every_outcome() ->
     request = make_request("partition=fsdp")
     (row, *_) = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
     outcomes = {status.value: 1 for status in Status if status is not Status.interrupted}  # only training runs have it
-    answer = SearchAnswer([], "", 9, {}, 0, 0, "", MeasureReport(), [row], [], compile_outcomes=outcomes)
+    why = "another compile would exceed mode.budget=3min"
+    answer = SearchAnswer([], "", 90, {}, 0, 0, why, MeasureReport(), [row], [], compile_outcomes=outcomes, too_large=1)
     texts = [number.phrase for number in search_page(answer).best.winner_numbers]
     assert "MFU" in " ".join(texts) and "memory" in " ".join(texts)
     page = search_page(replace(answer, best=[replace(row, mfu=None, memory=None)]))
     texts = [number.phrase for number in page.best.winner_numbers]
     assert "MFU" not in " ".join(texts) and "memory" not in " ".join(texts)
+    assert any("estimated, not compiled" in text and "mode.budget" in text for _, text in page.counts.rows)
     compiled_labels = [text for _, text in page.counts.rows if text.startswith("compiled, but")]
     assert len(compiled_labels) == 1, "only the layout that does not fit"
 
@@ -1094,39 +1168,55 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     assert "tuned options (xla_flag=300)" in second.printed
 
 
-def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler, tmp_path: Path) -> None:
-    request = make_request()
-    shortlist = make_shortlist(request)
-    compiler.factor = 2.0
-    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=3)
-    compiled_layout: CompiledLayout = compiles.layouts[0]
-    entry: EstimatedLayout = compiled_layout.estimate
-    assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
-    compiler.factor, others = 3.0, [e for e in shortlist.fitting if mesh_partition(e) == mesh_partition(entry)]
-    trial = compiler(compiling.plan_compile(request, others[1], tmp_path), lambda: None)
-    for started, ratio in (("2025-12-31T00:00:00+00:00", 2.0), ("2026-01-02T00:00:00+00:00", 3.0)):
-        later = CompiledLayout(others[1], replace(trial, started=started))
-        compiles = CompiledLayouts([compiled_layout, later])
-        assert compiles.ratio(mesh_partition(entry)) == pytest.approx(ratio), "of the compile that started last"
+def make_step(
+    partition: str = "fsdp",
+    mesh: str = "8x1x1",
+    has_pipeline: bool = False,
+    chips: str = "1 x 8 v5e",
+    mixing: float = 0.2,
+) -> EstimatedStep:
+    """Return an estimated step that takes about a second."""
+    parts = dict.fromkeys((*COMPUTE_PARTS, "weights"), 0.05) | {"products": 0.5, "mixing": mixing}
+    return EstimatedStep(chips, partition, f"{mesh} {partition}", has_pipeline, sum(parts.values()), parts)
 
 
-def test_a_compiled_layout_corrects_others_with_the_same_work(compiler: ScaledCompiler, tmp_path: Path) -> None:
-    request = parse_request(parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "batch=128", "remat=full"]))
-    fitting = make_shortlist(request).fitting
-    compiled = next(e for e in fitting if e.candidate.partition == "fsdp" and e.candidate.mesh == "8x1x1")
-    compiler.factor, compiler.steps = 1.1, {tuple(compiled.candidate.overrides): compiled.step_s}
-    trial = compiler(compiling.plan_compile(request, compiled, tmp_path), lambda: None)
-    compiles = CompiledLayouts([CompiledLayout(compiled, trial)])
-    ratios = {e.candidate: compiles.corrected_s(e) / e.step_s for e in fitting}
-    assert set(np.round(list(ratios.values()), 6)) == {1.0, 1.1}
-    data_parallel = [e for e in fitting if (e.candidate.partition, e.candidate.mesh) == ("dp", "8x1x1")]
-    assert data_parallel and all(
-        ratios[e.candidate] == pytest.approx(1.1) for e in data_parallel if e.candidate.microbatches == 1
-    )
-    for entry in fitting:
-        unlike = abs(entry.parts["products"] / compiled.parts["products"] - 1) > 0.05
-        if unlike and mesh_partition(entry) != mesh_partition(compiled):
-            assert ratios[entry.candidate] == 1.0
+def test_compiled_layouts_correct_similar_ones_and_narrow_their_intervals() -> None:
+    compiled = [(make_step(), 1.1 * make_step().step_s)]
+    steps = {
+        "remat": make_step(mixing=0.25),
+        "work": make_step("dp"),
+        "partition": make_step(mesh="4x2x1", mixing=0.5),
+        "none": make_step("2d_tp", "2x4x1", mixing=0.5),
+        "chips": make_step(chips="1 x 8 v4"),
+    }
+    times = dict(zip(steps, correct_estimates([*steps.values()], compiled), strict=True))
+    ratios = {name: times[name].step_s / steps[name].step_s for name in steps}
+    assert 1.1 > ratios["remat"] > ratios["partition"] > 1.0 and 1.1 > ratios["work"] > ratios["partition"]
+    assert ratios["none"] == pytest.approx(1.0, abs=1e-3) and ratios["chips"] == 1.0
+    widths = {name: time.high_s / time.low_s for name, time in times.items()}
+    assert widths["remat"] < widths["partition"] < widths["none"] == pytest.approx(widths["chips"], rel=1e-3)
+
+
+def test_the_first_compiled_pipeline_corrects_all_pipelines_and_nothing_else() -> None:
+    compiled = [(make_step("pp", "1x2x4", has_pipeline=True), 3.0 * make_step().step_s)]
+    other, plain = make_step("pp_fsdp", "4x1x2", has_pipeline=True, mixing=0.3), make_step(mixing=0.3)
+    (before,), (after,) = correct_estimates([other], []), correct_estimates([other], compiled)
+    assert before.step_s == other.step_s and after.step_s > 2.5 * other.step_s
+    assert after.high_s / after.low_s < before.high_s / before.low_s
+    (unchanged,) = correct_estimates([plain], compiled)
+    assert unchanged.step_s == pytest.approx(plain.step_s, rel=0.01)
+
+
+def test_a_partition_that_is_unexpectedly_slow_is_slow_on_every_mesh() -> None:
+    compiled = [(make_step("sp"), 3.0 * make_step().step_s)]
+    same, other = correct_estimates([make_step("sp", "4x2x1", mixing=0.4), make_step(mixing=0.4)], compiled)
+    assert same.step_s > 2.5 * make_step(mixing=0.4).step_s and other.step_s < 1.2 * make_step(mixing=0.4).step_s
+
+
+def test_the_chance_of_a_corrected_time_agrees_with_its_quantiles() -> None:
+    time = CorrectedTime(1.0, 0.9, 1.3)
+    chances = [time.chance_below(seconds) for seconds in (0.9, 1.0, 1.3)]
+    assert chances == pytest.approx([0.05, 0.5, 0.95], abs=1e-3)
 
 
 def test_the_command_of_the_best_layout_has_its_compiler_options(

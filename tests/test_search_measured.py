@@ -39,7 +39,7 @@ from valkyrie.search.measuring import (
     rank_measured_layouts,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition
+from valkyrie.search.shortlist import Shortlist, build_shortlist, mesh_partition
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
@@ -366,10 +366,11 @@ def test_figures_are_measured_once(tmp_path: Path) -> None:
 def test_estimated_rows_are_chosen_by_their_corrected_estimates(tmp_path: Path) -> None:
     request = make_request()
     shortlist = make_shortlist(request)
-    best_layouts = shortlist.best(describe_chips(request.targets[0]), 18)
-    compiled_layouts = CompiledLayouts([make_compiled_layout(request, best_layouts[0], 50.0, tmp_path)])
+    first, *others = shortlist.fitting
+    compiled_layouts = CompiledLayouts([make_compiled_layout(request, first, 50.0, tmp_path)])
     rows = [row for row in rank_layouts(request, shortlist, compiled_layouts, 9) if row.stage is Stage.estimate]
-    uncompiled_layouts = [layout for layout in best_layouts if compiled_layouts.get(layout.candidate) is None]
-    ranked_layouts = sorted(uncompiled_layouts, key=compiled_layouts.corrected_s)[: len(rows)]
-    assert [row.candidate for row in rows] == [layout.candidate for layout in ranked_layouts]
-    assert ranked_layouts != uncompiled_layouts[: len(rows)], "the correction changes the choice"
+    times = {e.candidate: time.step_s for e, time in zip(others, compiled_layouts.correct(others), strict=True)}
+    ranked_layouts = sorted(others, key=lambda layout: times[layout.candidate])
+    chosen = shortlist.select_distinct(ranked_layouts, len(rows))
+    assert [row.candidate for row in rows] == [layout.candidate for layout in chosen]
+    assert chosen != shortlist.select_distinct(others, len(rows)), "the correction changes the choice"

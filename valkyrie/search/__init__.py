@@ -8,11 +8,12 @@ steps:
 2. `estimate.space.enumerate_layouts` lists the legal layouts to search, one mesh per way to shard. `estimate.rank`
    estimates their step time and memory.
 3. `shortlist.build_shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
-4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
-   faster or the budget runs out. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler
-   runs in a child process (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled
-   program (`valkyrie.machine.replay`) and multiplies its times by a factor for the chip (published runs, or
-   `mode=calibrate`) and one for the number of slices (published runs), which `compile.correction` computes.
+4. `compiling.compile_best` compiles those with the best chance to be the fastest, until no other is likely to be
+   faster or the budget runs out. `correcting` corrects estimates by compiled layouts, and `progress` prints the
+   results. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler runs in a child
+   process (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled program
+   (`valkyrie.machine.replay`) and multiplies its times by a factor for the chip (published runs, or `mode=calibrate`)
+   and one for the number of slices (published runs), which `compile.correction` computes.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
    after Ctrl-C, if an environment variable makes every compile fail, or if the search may compile (`mode.compiles` is

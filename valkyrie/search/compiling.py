@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import Shortlist, chip_name, describe_chips
+from valkyrie.search.shortlist import Shortlist, chip_name, describe_chips, without_torus
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
@@ -132,19 +132,17 @@ class CompiledLayouts:
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
     def exclude_ruled_out(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
-        """Return the layouts for which `may_fit` is True and `has_faster_batch` is False."""
-        return [layout for layout in layouts if self.may_fit(layout) and not self.has_faster_batch(layout)]
+        """Return the layouts for which `may_fit` is True and `has_faster_variant` is False."""
+        return [layout for layout in layouts if self.may_fit(layout) and not self.has_faster_variant(layout)]
 
-    def has_faster_batch(self, layout: EstimatedLayout) -> bool:
-        """Return whether the same layout was compiled with another batch that fits and is as fast per sequence.
+    def has_faster_variant(self, layout: EstimatedLayout) -> bool:
+        """Return whether the same layout was compiled with another torus, placement or batch that is as fast and fits.
 
-        Judges speed by the estimates. Always False if the search does not vary the batch.
+        Judges speed by the estimates, per sequence if the search varies the batch.
         """
-        if layout.batch is None:
-            return False
-        candidate = replace(layout.candidate, batch=None)
-        other_batches = (c for c in self.layouts if replace(c.estimate.candidate, batch=None) == candidate)
-        return any(c.step_s is not None and c.estimate.ranking_s <= layout.ranking_s for c in other_batches)
+        variants = (c.estimate for c in self.layouts if c.step_s is not None)
+        candidate = without_torus(layout)
+        return any(e.ranking_s <= layout.ranking_s and without_torus(e) == candidate for e in variants)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
         """Return whether a layout may fit, judging by compiled layouts with the same kind of chip and remat policy.

@@ -17,8 +17,8 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.shortlist import describe_chips, estimate_errors, mesh_partition
 
-PARTITION_SHARE, MESH_SHARE, WORK_SHARE = 0.1, 0.4, 0.4
-"""Shares of the variance that layouts have in common if they agree in partition, in mesh as well, and in their work.
+FAMILY_SHARE, MESH_SHARE, WORK_SHARE = 0.1, 0.4, 0.4
+"""Shares of the variance that layouts have in common if they agree in family, in mesh as well, and in their work.
 
 The rest is a layout's own. Rounded from a maximum-likelihood fit to the 125 compiled steps of experiments/search, which
 gives 0.10, 0.39 and 0.51. Correcting each of them by all others of its model changes the median error from 5.9% to
@@ -26,7 +26,7 @@ gives 0.10, 0.39 and 0.51. Correcting each of them by all others of its model ch
 """
 WORK_PARTS, WORK_SCALE, COMPUTE_SHARE_SCALE = ("products", "mixing", "head"), 0.05, 0.1
 """Two layouts have the same work if these parts differ by well below 5%, and their shares of compute by below 0.1."""
-_OWN_SHARE = 1 - PARTITION_SHARE - MESH_SHARE - WORK_SHARE
+_OWN_SHARE = 1 - FAMILY_SHARE - MESH_SHARE - WORK_SHARE
 _QUANTILE = 1.645
 """Standard deviations between the median of a normal distribution and its 5% and 95% quantiles."""
 
@@ -50,6 +50,11 @@ class EstimatedStep:
     has_pipeline: bool
     step_s: float
     parts: Mapping[str, float]
+
+    @property
+    def family(self) -> str:
+        """The partition, or `pipeline`: layouts of a family have errors of the same causes."""
+        return "pipeline" if self.has_pipeline else self.partition
 
     @staticmethod
     def from_layout(layout: EstimatedLayout) -> EstimatedStep:
@@ -93,7 +98,7 @@ def correct_estimates(
         weights = np.linalg.solve(known, shared.T).T
         log_scales = weights @ errors
         expected = np.array([_variance(step.has_pipeline) for step in steps])
-        unexpected = np.array([surprises.get((step.chips, step.partition), 0.0) for step in steps])
+        unexpected = np.array([surprises.get((step.chips, step.family), 0.0) for step in steps])
         widths = np.sqrt(1 + (unexpected - np.sum(weights * shared, axis=1)) / expected)
     corrected = []
     for step, log_scale, width in zip(steps, log_scales.tolist(), widths.tolist(), strict=True):
@@ -110,10 +115,10 @@ def _variance(has_pipeline: bool = False) -> float:
 
 
 def _surprises(steps: Sequence[EstimatedStep], errors: np.ndarray) -> dict[tuple[str, str], float]:
-    """Return by how much the mean squared error of each chip and partition exceeds the variance."""
+    """Return by how much the mean squared error of each kind of chips and family exceeds the variance."""
     excess: dict[tuple[str, str], list[float]] = {}
     for step, error in zip(steps, errors.tolist(), strict=True):
-        excess.setdefault((step.chips, step.partition), []).append(error**2 - _variance(step.has_pipeline))
+        excess.setdefault((step.chips, step.family), []).append(error**2 - _variance(step.has_pipeline))
     return {key: max(sum(values) / len(values), 0.0) for key, values in excess.items()}
 
 
@@ -123,18 +128,18 @@ def _shared_covariances(
     """Return the covariance of the errors of two lists of layouts, without the part that is a layout's own.
 
     Pipelines have larger errors than other layouts. The difference is common to all pipelines, and the excess in
-    `surprises` to all layouts with this partition.
+    `surprises` to all layouts of a family.
     """
 
     def equal(name: str) -> np.ndarray:
         return np.array([getattr(s, name) for s in first])[:, None] == np.array([getattr(s, name) for s in second])
 
     distance = np.sum((_work(first)[:, None] - _work(second)[None]) ** 2, axis=-1)
-    shared = PARTITION_SHARE * equal("partition") + MESH_SHARE * equal("mesh_partition")
+    shared = FAMILY_SHARE * equal("family") + MESH_SHARE * equal("mesh_partition")
     shared = _variance() * (shared + WORK_SHARE * np.exp(-distance / 2))
     pipelines = np.array([[step.has_pipeline for step in first]]).T & np.array([step.has_pipeline for step in second])
     shared += max(_variance(has_pipeline=True) - _variance(), 0.0) * pipelines
-    shared += equal("partition") * np.array([surprises.get((step.chips, step.partition), 0.0) for step in second])
+    shared += equal("family") * np.array([surprises.get((step.chips, step.family), 0.0) for step in second])
     return equal("chips") * shared
 
 
