@@ -163,20 +163,27 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     Only times of the same source, compiled or measured, are called equal. The other line lists estimates whose interval
     includes the time of the best layout.
     """
-    best, tied, unsure = rows[0], list[str](), list[str]()
+    best, tied, unsure = rows[0], list[int](), list[int]()
     chips_text = describe_chips(target_slice(request, best))
     for place, row in enumerate(rows[1:], start=2):
         if describe_chips(target_slice(request, row)) != chips_text:
             continue
         speedup = row.tokens_per_second_per_chip / best.tokens_per_second_per_chip
         if row.stage is Stage.estimate:
-            unsure += [f"#{place}"] * (speedup * row.step_s / row.low_s > 1)
+            unsure += [place] if speedup * row.step_s > row.low_s else []
         elif row.stage is best.stage and speedup * EQUAL_RATIO >= 1:
-            tied.append(f"#{place}")
-    lines = [f"Equally fast as #1, within {percent_text(EQUAL_RATIO - 1)}: {', '.join(tied)}."] if tied else []
+            tied.append(place)
+    lines = [f"Equally fast as #1, within {percent_text(EQUAL_RATIO - 1)}: {_format_places(tied)}."] if tied else []
     if unsure:
-        lines.append(f"May be faster than #1, because their intervals include its time: {', '.join(unsure)}.")
+        lines.append(f"May be faster than #1, because their intervals include its time: {_format_places(unsure)}.")
     return lines
+
+
+def _format_places(places: Sequence[int]) -> str:
+    """Format places of the table, such as `#2, #4` or, for more than two consecutive ones, `#2 to #5`."""
+    if len(places) > 2 and places[-1] - places[0] == len(places) - 1:
+        return f"#{places[0]} to #{places[-1]}"
+    return ", ".join(f"#{place}" for place in places)
 
 
 def describe_intervals(rows: Sequence[RankedLayout]) -> list[str]:
