@@ -13,6 +13,7 @@ import pytest
 
 from machines import needs_libtpu
 from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train, start_training
+from valkyrie.hardware.platforms.gpu import Gpu
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
 from valkyrie.train.devices import Devices, acquire_devices, machine_problems
@@ -133,23 +134,26 @@ def test_a_laptop_can_simulate_32_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "chips", "platforms", "expected"),
+    ("plugins", "chips", "platforms", "has_driver", "expected"),
     [
-        (["libtpu"], 0, "", True),
-        (["libtpu"], 4, "", False),
-        (["libtpu"], 0, "tpu", False),
-        (["libtpu", "jax_plugins"], 0, "", False),
-        ([], 0, "", False),
+        (["libtpu"], 0, "", False, True),
+        (["libtpu"], 4, "", False, False),
+        (["libtpu"], 0, "tpu", False, False),
+        (["libtpu", "other"], 0, "", False, False),
+        (["libtpu", "xla_cuda13"], 0, "", False, True),
+        (["xla_cuda13"], 0, "", True, False),
+        ([], 0, "", False, False),
     ],
 )
-def test_libtpu_is_not_loaded_without_a_tpu(
-    monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, expected: bool
+def test_plugins_are_not_loaded_without_their_accelerators(
+    monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, has_driver: bool, expected: bool
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(devices, "count_accelerators", lambda: chips)
-    monkeypatch.setattr(devices, "entry_points", lambda group: [])
+    monkeypatch.setattr(devices, "_plugin_names", lambda: {*plugins} - {"libtpu"})
     monkeypatch.setattr(devices, "find_spec", lambda name: name if name in plugins else None)
-    assert devices.only_libtpu_without_a_tpu() is expected
+    monkeypatch.setattr(Gpu, "has_driver", lambda self: has_driver)
+    assert devices.only_idle_plugins() is expected
 
 
 @pytest.mark.slow

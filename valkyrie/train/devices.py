@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any
 
 from valkyrie.config.compose import count_accelerators
@@ -196,14 +197,14 @@ def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Tea
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     """Configure JAX for this process: its platform, its persistent compilation cache, and `debug=nans`.
 
-    If libtpu is the only plugin and there is no TPU, the platform is the CPU. The cache is a subfolder of `cache_root`,
-    unless `JAX_COMPILATION_CACHE_DIR` is set. If the subfolder cannot be written, JAX runs without a cache, and `say`
-    (unless it is None) is called with the reason.
+    If all plugins are for accelerators that this host lacks, the platform is the CPU. The cache is a subfolder of
+    `cache_root`, unless `JAX_COMPILATION_CACHE_DIR` is set. If the subfolder cannot be written, JAX runs without a
+    cache, and `say` (unless it is None) is called with the reason.
     """
     import jax
 
-    if only_libtpu_without_a_tpu():
-        jax.config.update("jax_platforms", "cpu")  # without a TPU, libtpu writes many lines to stderr
+    if only_idle_plugins():
+        jax.config.update("jax_platforms", "cpu")  # without their accelerators, plugins write many lines to stderr
     cache = cache_root() / "xla"
     # A full disk must not flood the output.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
@@ -219,12 +220,23 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     jax.config.update("jax_debug_nans", run.config.debug.value == "nans")
 
 
-def only_libtpu_without_a_tpu() -> bool:
-    """Return whether libtpu is the only JAX plugin, on a host without a TPU. False if `JAX_PLATFORMS` is set."""
+def only_idle_plugins() -> bool:
+    """Return whether all JAX plugins are for accelerators that this host lacks. False if `JAX_PLATFORMS` is set.
+
+    These are libtpu, and the plugin for GPUs on a host without their driver. False without any plugin.
+    """
     if os.environ.get("JAX_PLATFORMS") or count_accelerators():
         return False
-    has_other_plugins = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
-    return find_spec("libtpu") is not None and not has_other_plugins
+    plugins = _plugin_names()
+    idle_plugins = {name for platform in platforms() if not platform.has_driver() for name in platform.jax_plugins}
+    return plugins <= idle_plugins and (bool(plugins) or find_spec("libtpu") is not None)
+
+
+def _plugin_names() -> set[str]:
+    """Return the names of the installed JAX plugins, other than libtpu."""
+    package = find_spec("jax_plugins")
+    folders = package.submodule_search_locations if package is not None else None
+    return {module.name for module in iter_modules(folders or [])} | {e.name for e in entry_points(group="jax_plugins")}
 
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"

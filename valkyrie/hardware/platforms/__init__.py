@@ -39,6 +39,7 @@ class Platform(ABC):
         lowering_name: Argument of `Traced.lower`.
         extra: Extra of this package that installs it, or None.
         plugins: Modules through which JAX finds its devices; one of them is enough.
+        jax_plugins: Names of those plugins in JAX's namespace `jax_plugins`.
         runs_on_host: Its devices are the CPU and memory of the host.
         uses_every_device: A program must run on all devices of a slice.
         has_torus: A torus joins the chips, and the compiler knows their positions.
@@ -72,6 +73,7 @@ class Platform(ABC):
     lowering_name: str = ""
     extra: str | None = None
     plugins: tuple[str, ...] = ()
+    jax_plugins: tuple[str, ...] = ()
     runs_on_host: bool = False
     uses_every_device: bool = False
     has_torus: bool = False
@@ -101,6 +103,10 @@ class Platform(ABC):
     def is_installed(self) -> bool:
         """Return whether one of `plugins` is installed."""
         return any(importlib.util.find_spec(plugin) for plugin in self.plugins)
+
+    def has_driver(self) -> bool:
+        """Return whether this host has the driver without which plugins find no device, if they need one."""
+        return True
 
     def is_simulated(self, accelerator_count: int) -> bool:
         """Return whether JAX simulates devices for this platform on a host with this number of accelerators."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ class Gpu(Platform):
     lowering_name = "cuda"
     extra = "cuda"
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    jax_plugins = ("xla_cuda13", "xla_cuda12")
     compiles_without_devices = True
     compiler_packages = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
     memory_setting = _MEMORY_FRACTION
@@ -90,6 +92,10 @@ class Gpu(Platform):
     def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
         """Return the target config of a chip, or the device kind if the chip has none."""
         return device_kind if chip is None or chip.gpu is None else _target_config(chip)
+
+    def has_driver(self) -> bool:
+        """Return whether NVIDIA's driver is installed, also in WSL, where GPUs have no device files."""
+        return ctypes.util.find_library("cuda") is not None
 
     def spell_options(self, options: Mapping[str, str]) -> dict[str, str]:
         """Return the options with `True` for `true` and `False` for `false`, as XLA reads them."""
