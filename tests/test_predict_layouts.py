@@ -301,6 +301,26 @@ def test_a_search_compiles_the_most_different_layouts_first(monkeypatch: pytest.
     assert len(set(compiled)) == 6
 
 
+def test_a_mesh_that_does_not_divide_an_argument_fails_and_the_search_continues(monkeypatch: pytest.MonkeyPatch):
+    def make_mesh(self: valkyrie.Slice, shape: list[int], names: list[str]) -> jax.sharding.AbstractMesh:
+        return jax.sharding.AbstractMesh(tuple(shape), tuple(names))
+
+    def predict_divisible(function: Any, arguments: Any, *more: Any, **settings: Any) -> PredictedProgram:
+        (array,) = arguments
+        array.sharding.shard_shape(array.shape)
+        return fake_predict(function, (0.1,), *more, **settings)
+
+    def build(mesh: jax.sharding.AbstractMesh) -> tuple[Any, tuple[Any, ...]]:
+        sharding = jax.sharding.NamedSharding(mesh, P("data"))
+        return step, (jax.ShapeDtypeStruct((1001, 256), "float32", sharding=sharding),)
+
+    monkeypatch.setattr(programs, "predict_function", predict_divisible)
+    monkeypatch.setattr(valkyrie.Slice, "mesh", make_mesh)
+    result = valkyrie.search(build, slice=SLICE, meshes=[(8, 1), (1, 8)], quiet=True)
+    statuses = {row.name: row.status for row in result.record.rows}
+    assert statuses == {"mesh data=8 model=1": CompileStatus.failed, "mesh data=1 model=8": CompileStatus.ok}
+
+
 def iter_seconds(stride: float) -> Iterator[float]:
     seconds = 0.0
     while True:
@@ -308,7 +328,7 @@ def iter_seconds(stride: float) -> Iterator[float]:
         seconds += stride
 
 
-def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.MonkeyPatch):
+def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     limits: list[float] = []
 
     def time_out(*arguments: Any, time_limit_s: float, **settings: Any) -> PredictedProgram:
@@ -318,13 +338,18 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(programs, "predict_function", time_out)
     search: Callable[..., valkyrie.Comparison] = valkyrie.search
-    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
-    assert not search_result.results
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, folder=tmp_path, quiet=True)
+    assert not search_result.results and len(search_result.untried) == 4
+    record = read_record(ComparisonRecord, tmp_path / SEARCH_FILE)
+    assert len(record.untried) == 4 and record.target == SLICE.describe()
     assert all(part in str(search_result) for part in ("2 times the budget", "mesh data=1 model=8", "0 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
     assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5
+    search_result.write(tmp_path)
+    search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, folder=tmp_path, quiet=True)
+    assert len(read_record(ComparisonRecord, tmp_path / SEARCH_FILE).rows) == 4, "an empty result replaces no other"
 
 
 @pytest.mark.parametrize(("cached", "first_s", "factor"), [(True, 0.1, 1), (False, 0, 2)])

@@ -721,6 +721,13 @@ def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: S
         if tried.fits:
             ratio = own.tokens_per_second_per_chip / tried.tokens_per_second_per_chip
             assert estimated_s[tried.batch] / estimated_s[own.batch] == pytest.approx(ratio)
+    layout, trial = compiles.layouts[0].estimate, compiles.layouts[0].trial
+    same = (e for e in ranking if e.batch != own.batch and replace(e.candidate, batch=own.batch) == best.candidate)
+    estimated = make_answer_row(request, next(same))
+    (estimated,) = add_batches([estimated], ranking, compiles)
+    (other,) = [tried for tried in estimated.batches if tried.stage is Stage.compile]
+    rate = request.step_tokens(layout.batch) / (trial.results.step.step_s or 0.0) / 8
+    assert other.tokens_per_second_per_chip == pytest.approx(rate), "the rate of the compiled step, not of an estimate"
     largest = max(tried.batch for tried in best.batches if tried.fits)
     lines = describe_batches(rows)
     assert f"{largest:,} (" in next(line for line in lines if f"#{rows.index(best) + 1} " in line)

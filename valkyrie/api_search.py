@@ -21,7 +21,7 @@ from valkyrie.problems import check_range, describe_value, raise_problems, requi
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.results import Answer
 from valkyrie.runs.folder import split_flags, split_override
-from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
+from valkyrie.search.comparison import SEARCH_FILE, Comparison, refuse_other_folder, refuse_other_search
 from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -169,15 +169,16 @@ def _search_run(run: Run, quiet: bool) -> Answer:
 def _search_program(
     search: ProgramSearch, folder: Path | None, measured_s: Mapping[str, float | int], quiet: bool
 ) -> Comparison:
+    target, names = search.target.describe(), tuple(search.names)
     if folder is not None:
         refuse_other_folder(folder)
-        refuse_other_search(folder, search.target.describe(), search.names)
-    refuse_unknown_layouts(measured_s, search.names)
-    console, comparison = stderr_console(quiet), Comparison({}, measured_s)
+        refuse_other_search(folder, target, names)
+    refuse_unknown_layouts(measured_s, names)
+    console, comparison = stderr_console(quiet), Comparison({}, measured_s, untried=names, target=target)
     with console.status("lowering") as status:
         for layout, predicted in search.predictions(status.update):
             results = {**comparison.results, layout: as_result(predicted)}
-            untried = tuple(name for name in search.names if name not in results)
+            untried = tuple(name for name in names if name not in results)
             comparison = dataclasses.replace(comparison, results=results, untried=untried)
             if folder is not None:
                 comparison.write(folder)
@@ -186,7 +187,7 @@ def _search_program(
     if search.note:
         comparison = dataclasses.replace(comparison, notes=(search.note,))
         console.print(f"warning: {search.note}", soft_wrap=True)
-        if folder is not None:
+        if folder is not None and (comparison.results or not (folder / SEARCH_FILE).exists()):
             comparison.write(folder)
     return comparison
 

@@ -35,17 +35,25 @@ def _find_batches(row: RankedLayout, ranking: Ranking, compiled_layouts: Compile
     layouts = {layout.batch: layout for layout in _same_layouts(row.candidate, ranking)}
     if row.candidate.batch not in layouts:
         return []
-    row_rate = 1 / layouts[row.candidate.batch].ranking_s
+    row_layout = layouts[row.candidate.batch]
+    row_compiled = compiled_layouts.get(row.candidate)
+    # Of a measured row, the compiled step, so that its ratio of measured to compiled time corrects the other batches.
+    row_s = row_layout.per_sequence((row_compiled and row_compiled.step_s) or row.step_s)
     batches = []
     for batch, layout in sorted(layouts.items(), key=lambda pair: pair[0] or 0):
         compiled = compiled_layouts.get(layout.candidate)
-        ratio, memory, fits, stage = 1 / (layout.ranking_s * row_rate), layout.peak_bytes, layout.fits, Stage.estimate
+        ratio, memory, fits, stage = (
+            row_layout.ranking_s / layout.ranking_s,
+            layout.peak_bytes,
+            layout.fits,
+            Stage.estimate,
+        )
         if batch == row.candidate.batch:
             memory, fits, stage = row.memory, True, row.stage
         elif compiled is not None:
             memory, fits, stage = compiled.peak, compiled.step_s is not None, Stage.compile
-            if compiled.step_s is not None and row.stage is Stage.compile:
-                ratio = row.step_s / (row.candidate.batch or 1) / layout.per_sequence(compiled.step_s)
+            if compiled.step_s is not None:
+                ratio = row_s / layout.per_sequence(compiled.step_s)
         batches.append(TriedBatch(batch or 0, ratio * row.tokens_per_second_per_chip, memory, fits, stage))
     return batches
 

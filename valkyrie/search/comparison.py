@@ -113,12 +113,14 @@ class Comparison:
         measured_s: Measured step times in seconds by name.
         notes: Lines to print below the table, such as why a search ended.
         untried: Names of the layouts that a search has not compiled.
+        target: Description of the slice. If empty, that of the results is used.
     """
 
     results: Mapping[str, Result]
     measured_s: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
+    target: str = ""
 
     def __post_init__(self) -> None:
         order = sorted(self.results, key=self._sort_key)
@@ -156,7 +158,7 @@ class Comparison:
     def record(self) -> ComparisonRecord:
         """The content of `search.json`: rows, best layout and notes."""
         foreign_programs = [_prediction(result).program for result in self.results.values()]
-        description = next((program.described for program in foreign_programs if program), "")
+        description = self.target or next((program.described for program in foreign_programs if program), "")
         unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
         notes = (*self._failure_lines(), *self.notes)

@@ -304,7 +304,8 @@ class _Layout:
         axes: Sizes of the mesh axes by name.
         rule: Name of the rule, or None.
         build: Returns the call, or raises the error of the function that builds it.
-        device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if that failed.
+        device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if
+            building or counting failed.
     """
 
     axes: Mapping[str, int]
@@ -328,7 +329,8 @@ class _Layout:
             self.build = functools.partial(_raise, error)
             return
         self.build = lambda: call
-        self.device_bytes = count_device_bytes(call)
+        with contextlib.suppress(Exception):  # such as a mesh that does not divide an argument: lowering reports it
+            self.device_bytes = count_device_bytes(call)
 
 
 def _raise(error: BaseException) -> Never:
