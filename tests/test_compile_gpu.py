@@ -14,6 +14,7 @@ from helpers import compose_run
 from valkyrie.compiled.collectives import Collective
 from valkyrie.compiled.flops import AttentionSize, ProductSize
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.figures import GpuFigures
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, gpu
 from valkyrie.hardware.position import Position
@@ -68,6 +69,12 @@ def test_a_missing_compiler_is_named_with_the_command_that_installs_it(
     assert reason.startswith("target=h100-8 ") and fact in reason and "uv sync --extra gpu-compile" in reason
 
 
+def test_a_plugin_without_its_package_counts_as_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu.Gpu, "plugins", ("importlib",))
+    hint = get_platform("gpu").compiler_install_hint(parse_target("h100-8"))
+    assert hint is not None and "importlib is not installed" in hint and "uv sync --extra gpu-compile" in hint
+
+
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
 def test_the_description_for_xla_has_the_figures_without_which_it_dies(chip):
     text = get_platform("gpu").describe_device(chip.device_kinds[0], chip)
@@ -80,20 +87,43 @@ def test_a_chip_without_the_figures_of_a_gpu_is_refused():
     h100 = known_chips()["h100"]
     target = replace(parse_target("h100-8"), chip=replace(h100, gpu=None))
     reason = get_platform("gpu").missing_figures_message(target.chip)
-    assert reason is not None and "sets no gpu" in reason
+    assert reason is not None and "sets no gpu," in reason
+
+
+def test_every_missing_figure_of_a_gpu_is_listed(monkeypatch: pytest.MonkeyPatch):
+    h100, platform = known_chips()["h100"], get_platform("gpu")
+    assert h100.gpu is not None and not platform.missing_figures(h100, "bfloat16", 2)
+    names = ["capability", "sms", "clock_ghz", "l2_bytes", "shared_bytes", "best_tflops"]
+    empty = replace(h100, gpu=GpuFigures())
+    assert platform.missing_figures(empty, "bfloat16", 1) == [f"gpu.{name}" for name in names]
+    unconnected = replace(h100, switch_gbs=None, dcn_gbs_per_host=None)
+    assert platform.missing_figures(unconnected, "bfloat16", 1) == ["switch_gbs"]
+    assert platform.missing_figures(unconnected, "bfloat16", 2) == ["switch_gbs", "dcn_gbs_per_host"]
+    two_nodes = replace(parse_target("h100-16"), chip=replace(h100, dcn_gbs_per_host=None))
+    monkeypatch.setattr(gpu.Gpu, "compiler_install_hint", lambda self, target: None)
+    assert "dcn_gbs_per_host" in (platform.compile_refusal(two_nodes, "bfloat16") or "")
 
 
 @pytest.mark.parametrize(
-    ("version", "name"), [("0.10.2", "enable_pipelined"), ("0.11.0", None), ("0.12.0.1", "pipeline")]
+    ("version", "name"), [("0.10.2", "enable_pipelined"), ("0.11.0", "pipeline"), ("0.12.0.1", "pipeline")]
 )
 def test_collectives_are_pipelined_by_the_names_that_this_jaxlib_knows(
-    version: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gpu.metadata, "version", lambda package: version)
-    options = get_platform("gpu").step_options(0)
+    options = get_platform("gpu").step_options(0, 8)
     names = [option for option in options if "pipeline" in option]
-    assert names == ([f"xla_gpu_{name}_{kind}" for kind in gpu._KINDS] if name else [])
+    assert names == [f"xla_gpu_{name}_{kind}" for kind in gpu._KINDS]
     assert get_platform("gpu").spell_options(options)["xla_gpu_enable_triton_gemm"] == "False"
+
+
+def test_options_named_in_xla_flags_and_loop_options_of_one_gpu_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    every, alone = (set(get_platform("gpu").step_options(0, devices)) for devices in (8, 1))
+    assert not any("pipeline" in name or "double_buffering" in name for name in alone) and alone < every
+    named = "xla_gpu_enable_triton_gemm", "xla_gpu_enable_while_loop_double_buffering"
+    monkeypatch.setenv("XLA_FLAGS", f"--{named[0]}=true --{named[1]} --xla_dump_to=x")
+    assert set(get_platform("gpu").step_options(0, 8)) == every - {*named}
 
 
 @needs_gpu_compiler

@@ -230,7 +230,7 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
     raise_problems([problem for t in targets for problem in t.problems()])
     for t in targets:
         platform, compute = get_platform(t.platform), run.config.precision.compute.value
-        if t.chip is not None and (missing := platform.missing_figures_message(t.chip, compute)):
+        if t.chip is not None and (missing := platform.missing_figures_message(t.chip, compute, t.hosts * t.slices)):
             raise ValueError(missing)
     for t in targets:
         if t.chips is not None and (t.chip is not None or get_platform(t.platform).runs_on_host):

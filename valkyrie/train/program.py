@@ -245,9 +245,8 @@ class StepProgram:
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
         gathered_sizes = (self._gathered_size(spec) for spec in self.builder.specs.values() if "vocab" not in spec.axes)
         platform = get_platform(self.backend)
-        return collect_options(
-            self._chip(self.mesh, self.backend), platform.step_options(max(gathered_sizes) * itemsize)
-        )
+        computed_options = platform.step_options(max(gathered_sizes) * itemsize, self.mesh.size)
+        return collect_options(self._chip(self.mesh, self.backend), computed_options)
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
         """Return the target's chip or, if the target has none, the chip of the mesh's devices.

@@ -124,18 +124,26 @@ class Platform(ABC):
         """
         missing = self.compiler_install_hint(target)
         if missing is None and target.chip is not None and self.replay is not None:
-            return self.missing_figures_message(target.chip, compute_dtype)
+            return self.missing_figures_message(target.chip, compute_dtype, target.hosts * target.slices)
         return missing
 
-    def missing_figures_message(self, chip: ChipConfig, compute_dtype: str = "bfloat16") -> str | None:
-        """Return an error message that lists the figures missing for predicted step times, or None if `chip` has all.
+    def missing_figures(self, chip: ChipConfig, compute_dtype: str, hosts: int) -> list[str]:
+        """Return the keys in `target.chip` of the figures that are missing for predicted step times.
 
-        `compute_dtype` is the compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
+        Args:
+            chip: The chip.
+            compute_dtype: Compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
+            hosts: Number of hosts in all slices.
         """
         needed = ("hbm_gbs", *(("hbm_gib", "clock_ghz", "ici_axes", "ici_link_gbs") if self.has_torus else ()))
         missing = [name for name in needed if getattr(chip, name) is None]
         if not {compute_dtype, "bfloat16"} & {*chip.peak_tflops}:
             missing.append(f"peak_tflops.{compute_dtype}")
+        return missing
+
+    def missing_figures_message(self, chip: ChipConfig, compute_dtype: str = "bfloat16", hosts: int = 1) -> str | None:
+        """Return an error message that lists the `missing_figures`, or None if `chip` has all."""
+        missing = self.missing_figures(chip, compute_dtype, hosts)
         if not missing:
             return None
         return (
@@ -215,10 +223,12 @@ class Platform(ABC):
         """Return a context for lowering programs for a chip whose devices are only described."""
         return contextlib.nullcontext()
 
-    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
+    def step_options(self, largest_gradient_bytes: int, devices: int) -> dict[str, str]:
         """Return the compiler options of a training step, in addition to the chip's.
 
-        `largest_gradient_bytes`: Bytes of the largest gradient of a layer's parameter before the reduction.
+        Args:
+            largest_gradient_bytes: Bytes of the largest gradient of a layer's parameter before the reduction.
+            devices: Number of devices of the mesh.
         """
         return {}
 

@@ -22,12 +22,16 @@ _CUDA_VERSION, _CUDNN_VERSION = (13, 0, 0), (9, 12, 0)
 """Versions that programs are compiled for. XLA chooses cuDNN's attention kernels only from cuDNN 9."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _PIPELINING: tuple[tuple[tuple[int, int], dict[str, str]], ...] = (
-    ((0, 12), {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS}),
-    ((0, 11), {}),  # not tried
+    ((0, 11), {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS}),
     ((0, 10), {f"xla_gpu_enable_pipelined_{kind}": "true" for kind in _KINDS}),
 )
-"""Options that pipeline collectives over the iterations of a loop, by the first version of jaxlib with these names."""
-_INSTALL = "`uv sync --extra gpu-compile` in the clone; no GPU is needed."
+"""Options that pipeline collectives over the iterations of a loop, by the first version of jaxlib with these names.
+
+Compiled with jaxlib 0.10.2, 0.11.2 and 0.12.0.1.
+"""
+_FIGURES_TO_COMPILE = ("capability", "sms", "clock_ghz", "l2_bytes", "shared_bytes", "best_tflops")
+"""Fields of `GpuFigures` without which XLA ends the process, or a replay divides by zero."""
+_INSTALL = "`uv sync --extra gpu-compile` and your other extras in the clone; no GPU is needed."
 
 _described_devices: dict[tuple[str, str], tuple[Any, ...]] = {}
 """Devices to compile for, by topology and target config."""
@@ -71,23 +75,29 @@ class Gpu(Platform):
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
 
-    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
+    def step_options(self, largest_gradient_bytes: int, devices: int) -> dict[str, str]:
         """Return the options for products by cuBLAS, and for communication that overlaps with compute.
 
         With XLA's default, a GPU's autotuner chooses between Triton and cuBLAS for each product. A compile without a
-        GPU cannot time them, so it would not compile the program that is trained. The other options start the
-        collectives of a layer while the previous one is computed. They are those of NVIDIA's recipes
-        (NVIDIA/JAX-Toolbox, docs/GPU_performance.md). Effect on llama_8b on 64 H100s, replayed: 1.71 instead of 1.78 s,
-        with 76 instead of 148 ms of waiting. On A100s, XLA overlaps nothing without the latency-hiding scheduler.
+        GPU cannot time them, so it would not compile the program that is trained. On several GPUs, the other options
+        start the collectives of a layer while the previous one is computed. They are those of NVIDIA's recipes
+        (NVIDIA/JAX-Toolbox, docs/GPU_performance.md), chosen by compiling and replaying with jaxlib 0.10.2. Their
+        effect was not measured on GPUs. Replayed, llama_8b on 64 H100s takes 1.71 instead of 1.78 s, with 76 instead of
+        148 ms of waiting. On A100s, XLA overlaps nothing without the latency-hiding scheduler.
+
+        Options in `XLA_FLAGS` are left out, because options of a program would override them.
+
+        Args:
+            largest_gradient_bytes: Size of the largest gradient, in bytes, which does not matter.
+            devices: Number of devices of the mesh.
         """
-        version = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2])
-        pipelined = next((options for first, options in _PIPELINING if version >= first), {})
-        return {
-            "xla_gpu_enable_triton_gemm": "false",
-            "xla_gpu_enable_latency_hiding_scheduler": "true",
-            "xla_gpu_enable_while_loop_double_buffering": "true",
-            **pipelined,
-        }
+        options = {"xla_gpu_enable_triton_gemm": "false", "xla_gpu_enable_latency_hiding_scheduler": "true"}
+        if devices > 1:
+            version = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2])
+            options["xla_gpu_enable_while_loop_double_buffering"] = "true"
+            options |= next((pipelining for first, pipelining in _PIPELINING if version >= first), {})
+        flags = {flag.strip("'\"-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+        return {name: value for name, value in options.items() if name not in flags}
 
     def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
         """Return the target config of a chip, or the device kind if the chip has none."""
@@ -111,7 +121,10 @@ class Gpu(Platform):
         if plugin is None:
             return f"{need}, which is not installed. Install it with {_INSTALL}"
         package = plugin.replace("_", "-")
-        versions = {name: metadata.version(name) for name in ("jaxlib", package, package.replace("plugin", "pjrt"))}
+        try:
+            versions = {name: metadata.version(name) for name in ("jaxlib", package, package.replace("plugin", "pjrt"))}
+        except metadata.PackageNotFoundError as error:
+            return f"{need}, but its package {error.name} is not installed. Install it with {_INSTALL}"
         if len({*versions.values()}) > 1:
             listed = ", ".join(f"{name} {version}" for name, version in versions.items())
             return f"{need}, whose version must be that of jaxlib, but the versions are {listed}. Run {_INSTALL}"
@@ -119,15 +132,14 @@ class Gpu(Platform):
             return f"{need}, which needs ptxas, and ptxas is not installed. Install it with {_INSTALL}"
         return None
 
-    def missing_figures_message(self, chip: ChipConfig, compute_dtype: str = "bfloat16") -> str | None:
-        """Return an error message that lists the figures missing for compiling and predicted step times, or None."""
-        message = super().missing_figures_message(chip, compute_dtype)
-        if message is None and chip.gpu is None:
-            return (
-                f"target.chip={chip.name} sets no gpu, the figures that XLA compiles for. Begin {chip.name}.yaml with "
-                f"`defaults: [{self.example_chip}, _self_]`, or set target.chip.gpu."
-            )
-        return message
+    def missing_figures(self, chip: ChipConfig, compute_dtype: str, hosts: int) -> list[str]:
+        """Return the keys in `target.chip` of the figures missing for compiling and for predicted step times."""
+        missing = super().missing_figures(chip, compute_dtype, hosts)
+        speeds = ("switch_gbs", "dcn_gbs_per_host") if hosts > 1 else ("switch_gbs",)
+        missing += [name for name in speeds if not getattr(chip, name)]
+        if chip.gpu is None:
+            return [*missing, "gpu"]
+        return missing + [f"gpu.{name}" for name in _FIGURES_TO_COMPILE if not getattr(chip.gpu, name)]
 
     def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
         """Return the GPUs of a target to compile for, as XLA describes them.
@@ -141,7 +153,9 @@ class Gpu(Platform):
                 f"target={target.describe()} does not name GPUs that XLA can compile for. Use a target such as "
                 "target=h100-8."
             )
-        if problem := self.compiler_install_hint(target) or self.missing_figures_message(chip):
+        if problem := self.compiler_install_hint(target) or self.missing_figures_message(
+            chip, hosts=target.hosts * target.slices
+        ):
             raise ValueError(problem)
         from jax.experimental import topologies
 

@@ -149,7 +149,7 @@ class Tpu(Platform):
         )
         return saved_bytes + UNNAMED_FACTOR * unnamed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
 
-    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
+    def step_options(self, largest_gradient_bytes: int, devices: int) -> dict[str, str]:
         """Return the XLA option that keeps gradients of gathered weights out of windowed einsums.
 
         If a matmul's result is reduce-scattered and large, and the ring is short, XLA splits the matmul into a loop of
@@ -159,6 +159,7 @@ class Tpu(Platform):
 
         Args:
             largest_gradient_bytes: Size of the largest gradient, in bytes.
+            devices: Number of devices of the mesh, which does not matter.
         """
         return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient_bytes // 2**20 + 1)}
 
