@@ -55,7 +55,13 @@ from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
-from valkyrie.search.remarks import collect_remarks, describe_choices, describe_ties, suggest_compile
+from valkyrie.search.remarks import (
+    collect_remarks,
+    describe_choices,
+    describe_intervals,
+    describe_ties,
+    suggest_compile,
+)
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
@@ -380,11 +386,11 @@ def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.
     monkeypatch.setattr(compile_cache, "requests_folder", lambda: tmp_path)
     assert compile_cache.earlier_compile_seconds(7) == []
     step = CompiledStep("", "", 1.0, 2.0, (), MemoryReport(), 7, Alternatives(), (), (), {})
-    for name, parameters in (("a", 7), ("b", 8)):
-        outcome = CompileOutcome(CompileStatus.ok, None, replace(step, parameters=parameters))
+    for name, program, parameters in (("a", "one", 7), ("b", "two", 8), ("c", "one", 7)):
+        outcome = CompileOutcome(CompileStatus.ok, None, replace(step, program=program, parameters=parameters))
         (tmp_path / name).mkdir()
         write_record(tmp_path / name / compile_cache.OUTCOME_FILE, outcome)
-    assert compile_cache.earlier_compile_seconds(7) == [3.0]
+    assert compile_cache.earlier_compile_seconds(7) == [3.0], "two requests of one program"
 
 
 def test_a_later_compile_stops_at_the_end_of_the_budget(
@@ -513,7 +519,32 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     assert ("2.0 times" in remarks and "mode.compiles=" in remarks) == (first == "estimate")
     assert "best layout found" not in remarks or first == "compile"
     has_compiled_row = any(row.stage is Stage.compile for row in rows)
-    assert ("interval of compiled layouts is unknown" in remarks) == has_compiled_row, "the compiler gives none"
+    assert ("interval of compiled layouts for v" in remarks) == has_compiled_row, "the compiler gives none"
+
+
+def test_slices_without_an_interval_are_named_with_the_reason() -> None:
+    request = make_request("mode.targets=[v5e-8,h100-8]")
+    rows = [
+        replace(row, stage=Stage.compile, low_s=row.step_s, high_s=row.step_s)
+        for row in rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    ]
+    lines = {line.partition(" is ")[0].rpartition(" ")[2]: line for line in describe_intervals(request, rows)}
+    assert lines.keys() == {"v5e-8", "h100-8"}
+    assert "this model" in lines["v5e-8"] and "this model" not in lines["h100-8"]
+    known = [replace(row, low_s=0.9 * row.step_s) if row.candidate.target == "v5e-8" else row for row in rows]
+    assert describe_intervals(request, known) == [lines["h100-8"]]
+
+
+def test_more_compiles_are_suggested_than_earlier_searches_have_recorded(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    request = make_request("mode.compiles=2")
+    shortlist = make_shortlist(request)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=3)
+    compiles = CompiledLayouts(4 * compiles.layouts)
+    rows = rank_layouts(request, shortlist, CompiledLayouts(), 10)
+    remarks = collect_remarks(request, rows, rank(request.run, request.space()), shortlist, compiles, MeasuredTrials())
+    assert f"mode.compiles={2 * len(compiles.layouts)}." in " ".join(remarks)
 
 
 @pytest.mark.parametrize("price", ["0", "null"])
@@ -943,6 +974,10 @@ def test_equally_fast_layouts_and_the_command_that_compiles_an_estimated_one_are
     compiled = replace(rows[0], stage=Stage.compile)
     equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
     assert "Equally" in equal and equal.endswith(": #2.") and unsure.endswith(": #3, #4.")
+    faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
+    assert faster.high_s < rows[0].step_s
+    _, unsure, below = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), rows[2], faster])
+    assert unsure.endswith(": #3.") and below.endswith(": #4."), "its whole interval is below the time of #1"
     (line,) = suggest_compile(request, [compiled, *rows[1:]])
     run = parse_run(shlex.split(line.partition("valkyrie-train ")[2]))
     assert "#2" in line and run.config.mode.name == "compile" and run.problems() == []

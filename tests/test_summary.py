@@ -121,6 +121,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert "other chips" in describe_interval(replace(known, chip=None))
     assert "mode=calibrate" in describe_interval(None)
     assert "such a program" in describe_interval(None, is_program=True)
+    assert describe_interval(None, platform="gpu") != describe_interval(None, platform="tpu") == describe_interval(None)
 
 
 def test_bytes_sent_add_up_in_every_breakdown(run: Run):

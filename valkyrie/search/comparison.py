@@ -354,7 +354,8 @@ def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> 
         raise ValueError(f"folder={folder}: {file} is for {earlier.target}, not {target}. Use another folder=.")
     if other := next((row.name for row in earlier.rows if row.name not in layouts), None):
         raise ValueError(
-            f"folder={folder}: {file} has {other}, a layout that this search does not try. Use another folder=."
+            f"folder={folder}: {file} has {other}, a layout that this search does not try. The file may be from an "
+            "earlier version with other names of layouts. Use another folder=."
         )
 
 

@@ -1,8 +1,8 @@
 """Corrects estimated step times by the layouts of a search that were compiled.
 
 The logarithm of compiled over estimated time is modelled as a Gaussian process: the error of a layout is a sum of
-errors that it shares with similar layouts. A compiled layout therefore moves the estimates of similar ones, and narrows
-their intervals, by as much as they have in common.
+errors that it shares with similar layouts. A compiled layout therefore moves the estimates of similar ones by as much
+as they have in common. It also narrows their intervals, unless it is further off than expected.
 """
 
 from __future__ import annotations

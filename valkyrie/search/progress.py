@@ -54,10 +54,11 @@ class CompileProgress:
     def _describe_duration(self) -> str:
         seconds = earlier_compile_seconds(self.request.run.model.parameter_count())
         low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else USUAL_COMPILE_S
+        count = count_text(len(seconds), "earlier compile")
         text = (
-            f"{count_text(len(seconds), 'earlier compile')} of this model took about {_range_text(low_s, high_s)} s"
+            f"{count} of models of this size took about {_range_text(low_s, high_s)} s"
             if seconds
-            else f"This model was not compiled here before. A compile often takes {_range_text(low_s, high_s)} s"
+            else f"No model of this size was compiled here before. A compile often takes {_range_text(low_s, high_s)} s"
         )
         if self.request.budget_s is None:
             return f"{text}."

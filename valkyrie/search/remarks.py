@@ -40,12 +40,12 @@ def collect_remarks(
     """
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
-    lines = [*describe_choices(request, best), *explain_batch(best), *describe_intervals(rows)]
+    lines = [*describe_choices(request, best), *explain_batch(best), *describe_intervals(request, rows)]
     lines += [*describe_costs(request, rows), *describe_ties(request, rows)]
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
         text = f"The best layout is only estimated. {ratios}"
-        if len(compiled_layouts.layouts) >= request.mode.compiles:
-            text += f" Compile more: mode.compiles={max(6, 2 * request.mode.compiles)}."
+        if (count := len(compiled_layouts.layouts)) >= request.mode.compiles:
+            text += f" Compile more: mode.compiles={max(6, 2 * count)}."
         elif "mode.budget" in compiled_layouts.stop_reason:
             text += " Compile more: use a longer budget=."
         lines.append(text)
@@ -160,22 +160,25 @@ def _with_range(value: float, low: float, high: float) -> str:
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
     """Return lines with the layouts on the same chips that are as fast as the best one, or may be faster.
 
-    Only times of the same source, compiled or measured, are called equal. The other line lists estimates whose interval
-    includes the time of the best layout.
+    Only times of the same source, compiled or measured, are called equal. Another line lists estimates whose interval
+    includes the time of the best layout, and the last one estimates whose whole interval is below it.
     """
-    best, tied, unsure = rows[0], list[int](), list[int]()
+    best, tied, unsure, faster = rows[0], list[int](), list[int](), list[int]()
     chips_text = describe_chips(target_slice(request, best))
     for place, row in enumerate(rows[1:], start=2):
         if describe_chips(target_slice(request, row)) != chips_text:
             continue
         speedup = row.tokens_per_second_per_chip / best.tokens_per_second_per_chip
         if row.stage is Stage.estimate:
-            unsure += [place] if speedup * row.step_s > row.low_s else []
+            unsure += [place] if row.low_s < speedup * row.step_s <= row.high_s else []
+            faster += [place] if row.high_s < speedup * row.step_s else []
         elif row.stage is best.stage and speedup * EQUAL_RATIO >= 1:
             tied.append(place)
     lines = [f"Equally fast as #1, within {percent_text(EQUAL_RATIO - 1)}: {_format_places(tied)}."] if tied else []
     if unsure:
         lines.append(f"May be faster than #1, because their intervals include its time: {_format_places(unsure)}.")
+    if faster:
+        lines.append(f"Estimated to be faster than #1, but neither compiled nor measured: {_format_places(faster)}.")
     return lines
 
 
@@ -186,11 +189,22 @@ def _format_places(places: Sequence[int]) -> str:
     return ", ".join(f"#{place}" for place in places)
 
 
-def describe_intervals(rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a line that says why compiled layouts have no interval, or an empty list if all have one."""
-    if all(row.interval for row in rows if row.stage is Stage.compile):
-        return []
-    return [f"The interval of compiled layouts is {describe_interval(None)}."]
+def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line for each reason why compiled layouts have no interval. It names their slices if there are others.
+
+    Returns an empty list if all have one.
+    """
+    slices_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.stage is Stage.compile and row.interval is None:
+            target = target_slice(request, row)
+            slices = slices_by_reason.setdefault(describe_interval(None, platform=target.platform), [])
+            slices += [] if target.name in slices else [target.name]
+    lines = []
+    for reason, slices in slices_by_reason.items():
+        place = f" for {', '.join(slices)}" if len(slices) < len(request.targets) else ""
+        lines.append(f"The interval of compiled layouts{place} is {reason}.")
+    return lines
 
 
 def suggest_compile(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:

@@ -161,18 +161,18 @@ def read_outcome(folder: Path, needs_hlo_text: bool = False) -> CompileOutcome |
 def earlier_compile_seconds(parameters: int) -> list[float]:
     """Return how long the compiles in the cache took that fit and whose models have this number of parameters.
 
-    In seconds, with the lowering, the most recent first. Reads at most `MAX_READ_OUTCOMES`. Returns an empty list if
-    the cache cannot be read.
+    In seconds, with the lowering, the most recent first. A program that several requests share counts once. Reads at
+    most `MAX_READ_OUTCOMES`. Returns an empty list if the cache cannot be read.
     """
-    seconds = []
+    seconds: dict[str, float] = {}
     with contextlib.suppress(OSError):
         files = sorted(requests_folder().glob(f"*/{OUTCOME_FILE}"), key=lambda file: -file.stat().st_mtime)
         for file in files[:MAX_READ_OUTCOMES]:
             with contextlib.suppress(RecordError):
                 step = read_record(CompileOutcome, file).step
                 if step is not None and step.parameters == parameters:
-                    seconds.append(step.lower_s + step.compile_s)
-    return seconds
+                    seconds.setdefault(step.program, step.lower_s + step.compile_s)
+    return [*seconds.values()]
 
 
 def read_program(folder: Path, needs_hlo_text: bool = False) -> ProgramRecord | None:

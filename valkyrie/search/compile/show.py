@@ -14,8 +14,10 @@ from rich.text import Text
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveTrace, Communication
+from valkyrie.hardware.chips import known_chips
 from valkyrie.parallel.axis_links import CORE, DCN, TORUS_AXES
 from valkyrie.parts import describe_part
+from valkyrie.search.compile.correction import published_runs_on
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     MeasuredStep,
@@ -210,7 +212,9 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
     console.print(Text.assemble((text, "bold"), ", ".join([spread, *facts])))
     if isinstance(step, PredictedStep):
         is_program = isinstance(record, Prediction) and record.program is not None
-        console.print(f"interval: {describe_interval(step.interval, is_program=is_program)}")
+        chip = None if record.about is None else known_chips().get(record.about.chip or "")
+        platform = None if chip is None else chip.platform
+        console.print(f"interval: {describe_interval(step.interval, is_program=is_program, platform=platform)}")
         for price, tokens in step.tokens_per_dollar.items():
             console.print(f"{tokens / 1e6:,.2f} million {record.unit} per dollar ({price.replace('_', ' ')})")
     if isinstance(record, Prediction) and record.parts:
@@ -222,15 +226,21 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
         _print_table("where the step time goes", ("what", "ms", "%"), rows, console)
 
 
-def describe_interval(interval: StepInterval | None, *, is_program: bool = False) -> str:
+def describe_interval(interval: StepInterval | None, *, is_program: bool = False, platform: str | None = None) -> str:
     """Describe the interval of a predicted step, and the measured runs behind it.
 
-    `is_program` is whether the step is that of another program (`valkyrie.predict`), not of a run.
+    `is_program` is whether the step is that of another program (`valkyrie.predict`), not of a run. `platform` is that
+    of the chip, or None if unknown.
     """
     if interval is None and is_program:
         return (
             "unknown, because published runs are of dense transformers and none is of such a program. mode=calibrate "
             "derives intervals from your own runs"
+        )
+    if interval is None and platform is not None and not published_runs_on(platform):
+        return (
+            "unknown for chips of this kind, because no published runs give one. mode=calibrate derives intervals from "
+            "your own runs"
         )
     if interval is None:
         return "unknown for this model. Intervals come from published runs of dense transformers, or mode=calibrate"
