@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from helpers import mark_slow_except
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention import (
     AttentionImpl,
     AttentionRequest,
@@ -509,13 +511,27 @@ def test_a_kernel_with_wrong_results_is_not_used_and_reported(
     monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(cudnn.kernel, "dot_product_attention", lambda q, k, v, **options: v)
     monkeypatch.setattr(cudnn, "get_platform", lambda name: SimpleNamespace(runs_on_host=False))
-    cudnn.documents_problem.cache_clear()
+    cudnn._example_problem.cache_clear()
     request = AttentionRequest(Pattern(window=None, causal=True), jnp.bfloat16, 64, True, False)
     try:
         assert choose_implementation(AttentionImpl.auto, "gpu", 1024, request) is AttentionImpl.chunked
     finally:
-        cudnn.documents_problem.cache_clear()
+        cudnn._example_problem.cache_clear()
     assert "wrong on this GPU" in capfd.readouterr().err
+
+
+def test_a_chip_that_is_only_lowered_for_answers_instead_of_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: False)
+    monkeypatch.setattr(cudnn, "get_platform", lambda name: SimpleNamespace(runs_on_host=False))
+    monkeypatch.setattr(cudnn, "_example_problem", lambda: "the example ran")
+    gpu, chips = get_platform("gpu"), known_chips()
+    assert "Hopper" in (cudnn.documents_problem() or "")
+    with gpu.lowering_for(chips["h100"]):
+        assert cudnn.documents_problem() is None
+    with gpu.lowering_for(chips["a100"]):
+        assert "Hopper" in (cudnn.documents_problem() or "")
+    monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: True)
+    assert cudnn.documents_problem() == "the example ran"
 
 
 @pytest.mark.parametrize(("remat", "forward_runs"), [("minimal", 2), ("minimal_with_context", 1)])

@@ -247,4 +247,5 @@ def test_a_saved_chip_without_a_new_figure_gets_the_shipped_one():
     filled = fill_missing_chip_fields(saved)
     assert (filled["cores"], filled["host_gbs"], filled["hbm_gbs"]) == (2, 8.0, 1000.0)
     assert filled["splash_bundles"]["dq"]["step"] == v4.splash_bundles["dq"].step
+    assert fill_missing_chip_fields({"name": "h100"})["gpu"]["sms"] == 132
     assert fill_missing_chip_fields({"name": "mine"}) == {"name": "mine"}

@@ -19,6 +19,7 @@ from outcomes import fitting_outcome
 from runs import run_train
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl
@@ -190,7 +191,8 @@ def test_options_that_are_mostly_idle_on_a_chip_are_tried_together(install_compi
     ]
     same = "same program"
     assert first_round == [(3, same), (3, "see below"), (1, same), (2, "see below"), (1, same), (1, "kept")]
-    assert [c.name for c in options_for("v4") if c.idle] != [c.name for c in options_for("v6e") if c.idle]
+    v4, v6e = ([c.name for c in options_for(known_chips()[chip]) if c.idle] for chip in ("v4", "v6e"))
+    assert v4 != v6e
 
 
 def test_options_without_effect_are_tried_again_with_the_kept_ones(install_compiler: Callable[..., OptionCompiler]):
@@ -396,7 +398,8 @@ def test_all_attempts_are_recorded(tune_output: tuple[Path, str]):
     first, second = record["attempts"][:2]
     assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
     tried = {name for attempt in record["attempts"] for name in attempt["options"]}
-    assert tried == {name for candidate in options_for("v4") for name in candidate.names} | {"model.s5.scan"}
+    names = {name for candidate in options_for(known_chips()["v4"]) for name in candidate.names}
+    assert tried == names | {"model.s5.scan"}
 
 
 def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tune_output: tuple[Path, str], command: Any):
@@ -449,9 +452,10 @@ def test_every_candidate_has_its_source_and_known_chips():
         assert set(candidate.chips or ()) <= tpus and candidate.platform in ("tpu", "gpu"), candidate.name
         assert all(name.startswith("xla_") for name in candidate.names)
     for chip in tpus:
-        named = [candidate.name for candidate in options_for(chip)]
+        named = [candidate.name for candidate in options_for(known_chips()[chip])]
         assert len(named) == len(set(named)) > 10, chip
-    assert {candidate.platform for candidate in options_for("h100")} == {"gpu"}
+    gpus = known_chips()["h100"], ChipConfig("mine", platform="gpu")
+    assert all({candidate.platform for candidate in options_for(gpu)} == {"gpu"} for gpu in gpus)
     shipped = {name for chip in tpus for name in known_chips()[chip].xla_options}
     assert shipped <= {name for candidate in all_options() for name in candidate.names}, "its worth is shown too"
 

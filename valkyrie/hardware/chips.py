@@ -59,7 +59,7 @@ def chips_rented_as(key: str) -> list[str]:
 
 
 def fill_missing_chip_fields(record: Mapping[str, object]) -> dict[str, object]:
-    """Return the chip of a `run.yaml` with missing `cores`, `host_gbs` and `splash_bundles` added.
+    """Return the chip of a `run.yaml` with missing `cores`, `host_gbs`, `splash_bundles` and `gpu` added.
 
     Older files lack these keys. Their values come from the chip's file in `conf/target/chip`; without such a file,
     nothing is added.
@@ -68,7 +68,7 @@ def fill_missing_chip_fields(record: Mapping[str, object]) -> dict[str, object]:
     if name not in config_names(CHIP_GROUP):
         return dict(record)
     figures = asdict(_load_chip(name))
-    return {key: figures[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(record)
+    return {key: figures[key] for key in ("cores", "host_gbs", "splash_bundles", "gpu")} | dict(record)
 
 
 @cache

@@ -35,6 +35,8 @@ _INSTALL = "`uv sync --extra gpu-compile` and your other extras in the clone; no
 
 _described_devices: dict[tuple[str, str], tuple[Any, ...]] = {}
 """Devices to compile for, by topology and target config."""
+_lowered_chips: list[str] = []
+"""Names of the chips of all active contexts of `Gpu.lowering_for`."""
 
 
 class Gpu(Platform):
@@ -185,13 +187,20 @@ class Gpu(Platform):
             "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
         }
         saved = {name: getattr(attention, name) for name in answers}
+        _lowered_chips.append(chip.name)
         try:
             for name, answer in answers.items():
                 setattr(attention, name, answer)
             yield
         finally:
+            _lowered_chips.pop()
             for name, function in saved.items():
                 setattr(attention, name, function)
+
+
+def is_lowering_for_chip() -> bool:
+    """Return whether programs are being lowered for a chip that is only described (`Gpu.lowering_for`)."""
+    return bool(_lowered_chips)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ is private, the first use in a process compares a small example with the definit
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from jax._src.cudnn import fused_attention_stablehlo as kernel
 from jaxtyping import Array, Int
 
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms.gpu import is_lowering_for_chip
 from valkyrie.ops.attention.pattern import Keys, Pattern, Queries
 from valkyrie.ops.attention.reference import reference_attention
 
@@ -34,17 +36,26 @@ PACKED_CAPABILITY = "9.0"
 """Compute capability of Hopper, the first GPUs with a kernel for packed documents."""
 
 
-@cache
 def documents_problem() -> str | None:
-    """Return the reason against cuDNN for packed documents on this process's GPU, or None if cuDNN can be used.
+    """Return the reason against cuDNN for packed documents, or None if cuDNN can be used.
 
-    On GPUs that should support it, also prints the reason, because attention without the kernel is much slower.
+    The GPU is the chip of `Gpu.lowering_for`, or that of this process. The example runs only on the latter.
     """
-    try:
+    with contextlib.suppress(Exception):  # a private interface may fail in any way: the example reports it
         if not kernel.check_compute_capability(PACKED_CAPABILITY):
             return "cuDNN supports packed documents only on Hopper and newer GPUs"
-        if get_platform(jax.default_backend()).runs_on_host:
-            return None  # a program that is only compiled: this process has no GPU for the example
+    if is_lowering_for_chip() or get_platform(jax.default_backend()).runs_on_host:
+        return None  # a program that is only compiled
+    return _example_problem()
+
+
+@cache
+def _example_problem() -> str | None:
+    """Return the reason why an example fails on this process's GPU, or None. Runs it once in a process.
+
+    Also prints the reason, because attention without the kernel is much slower.
+    """
+    try:
         with ThreadPoolExecutor(1) as outside_of_traces:  # this may be called while a step is traced
             error = outside_of_traces.submit(_example_error).result()
         problem = None if error < _MAX_ERROR else "cuDNN's results for packed documents are wrong on this GPU"

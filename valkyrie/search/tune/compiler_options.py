@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.records import decode
 
 OptionValue = bool | int | float | str | None
@@ -66,9 +66,8 @@ def all_options() -> tuple[CompilerOption, ...]:
     return tuple(decode(CompilerOption, row, OPTIONS_FILE.name) for row in rows)
 
 
-def options_for(chip: str) -> list[CompilerOption]:
+def options_for(chip: ChipConfig) -> list[CompilerOption]:
     """Return the options that a chip has, in the order of `compiler_options.yaml`, with `idle` set for this chip."""
-    platform = known_chips()[chip].platform if chip in known_chips() else "tpu"
-    options = (option for option in all_options() if option.platform == platform)
-    chip_options = (option for option in options if option.chips is None or chip in option.chips)
-    return [replace(option, idle=chip in option.idle_on) for option in chip_options]
+    options = (option for option in all_options() if option.platform == chip.platform)
+    chip_options = (option for option in options if option.chips is None or chip.name in option.chips)
+    return [replace(option, idle=chip.name in option.idle_on) for option in chip_options]

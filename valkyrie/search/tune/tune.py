@@ -90,7 +90,7 @@ def tune(
     tuner = _Tuner(run, budget_s, on_result or (lambda tuned_run: None), progress or (lambda line: None))
     tuner.start()
     try:
-        tuner.try_options(options_for(run.config.target.chip.name) if candidates is None else candidates)
+        tuner.try_options(options_for(run.config.target.chip) if candidates is None else candidates)
         if candidates is None:
             tuner.try_implementations(
                 list_implementations(run, [split_override(argument)[0] for argument in run.arguments])
