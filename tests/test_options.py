@@ -103,6 +103,8 @@ def test_compiler_errors_about_options_are_explained():
     assert unreadable.endswith("Options are: auto.")
     message = "INVALID_ARGUMENT: No such compile option: 'xla_nothing'"
     assert str(explain_refusal(message, in_python=True)).startswith('options={"xla_nothing": ...}: the compiler')
+    for_gpus = explain_refusal(message.replace("xla_nothing", "xla_gpu_nothing")) or ""
+    assert "jaxlib" in for_gpus and "libtpu" not in for_gpus
     out_of_memory = "RESOURCE_EXHAUSTED: out of memory"
     assert explain_refusal(out_of_memory) is None
 

@@ -112,6 +112,8 @@ def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict
     assert row_cells(table, "v4")[:2] == ["3", "10.0%, 32.0%, 32.0%"]
     assert all(row_cells(table, name)[1].startswith("10.0%") for name in ("f", "all"))
     assert "3 of 4" in table and "libtpu 0.0.1." in table
+    on_gpus = tables.format_tables([result | {"chip": "h100"} for result in results], [])
+    assert "jaxlib 0.0.1." in on_gpus and "libtpu" not in on_gpus
     pair_table = tables.format_pair_table(results, rows)
     assert row_cells(pair_table, "m on v4") == row_cells(pair_table, "all") == ["0 of 2", "1 of 3"]
     assert "missed: a is" in pair_table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import collective_uses
-from valkyrie.compiled.hlo import Module, parse_module
+from valkyrie.compiled.hlo import Instruction, Module, parse_module
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import LinkSimulator, Transfer
-from valkyrie.machine.replay import Replay, replay
+from valkyrie.machine.network import LinkModel
+from valkyrie.machine.operations import OpCost, OpCostModel
+from valkyrie.machine.replay import CostModels, Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.train.program import serialised_module
 
@@ -221,22 +225,48 @@ def test_a_transfer_started_before_a_loop_continues_inside_it():
     assert result.step_s == pytest.approx(replay_on_v4(program(LOOP_CALL, HEAD + LESS + LOOP)).step_s)
 
 
-def test_the_longest_branch_is_used_and_noted():
+class KernelCosts(OpCostModel):
+    """Counts the branch `short` of `conditional` as a kernel."""
+
+    def cost(self, instruction: Instruction) -> OpCost:
+        cost = super().cost(instruction)
+        return replace(cost, kind=PartKind.kernel) if instruction.name == "shortw" else cost
+
+
+class FallbackCosts(KernelCosts):
+    has_fallback_branches = True
+
+
+def conditional() -> Module:
     branches = "".join(
         f"{name} {{\n  {name}p = f32[1024,1024] parameter(0)\n"
         + timed_instruction(f"ROOT {name}w", f"{name}p", cycles)
         + "}\n"
         for name, cycles in (("short", 100), ("long", 5000))
     )
-    module = program(
+    return program(
         "  which = pred[] constant(true)\n"
         "  ROOT c = f32[1024,1024] conditional(which, a, a), true_computation=short, false_computation=long\n",
         HEAD + LESS + branches,
     )
-    result = replay_on_v4(module)
-    assert result.step_s == pytest.approx(5000 / CLOCK)
+
+
+@pytest.mark.parametrize(
+    ("operations", "cycles", "fact"),
+    [
+        (OpCostModel, 5000, "longest branch"),
+        (KernelCosts, 5000, "longest branch"),
+        (FallbackCosts, 100, "branch with a kernel"),
+    ],
+)
+def test_the_longest_branch_is_used_unless_it_is_the_fallback_of_a_kernel(
+    operations: type[OpCostModel], cycles: int, fact: str
+):
+    machine = make_machine("v4", make_topology((4, 4, 4)))
+    result = replay(conditional(), machine, CostModels(operations, LinkModel))
+    assert result.step_s == pytest.approx(cycles / CLOCK)
     (note,) = result.notes
-    assert "longest branch" in note
+    assert fact in note
 
 
 def test_bytes_are_counted_for_any_backend_without_a_machine():

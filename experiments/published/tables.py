@@ -10,6 +10,8 @@ from typing import Any
 
 from guesses import Row, constant_mfu_s, ordered_pairs, roofline_s
 
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.search.compile.correction import PublishedRun, published_correction, published_interval
 
 Result = dict[str, Any]
@@ -60,7 +62,7 @@ def error_summary(results: Sequence[Result]) -> list[str]:
     """Return the lines of a Markdown table of absolute errors: median, 90th percentile and worst for each of `KINDS`.
 
     The table has a row for each chip, for each family and for all results. It covers only results with a prediction.
-    The last line has their number and the versions of libtpu. If there are none, a single line says so.
+    The last line has their number and the versions of the compilers. If there are none, a single line says so.
     """
     predicted = [r for r in results if r.get("errors", {}).get("predicted") is not None]
     if not predicted:
@@ -73,12 +75,17 @@ def error_summary(results: Sequence[Result]) -> list[str]:
     for name, is_in_group in [*groups, ("all", lambda r: True)]:
         rows = [r for r in predicted if is_in_group(r)]
         lines.append(f"| {name} | {len(rows)} | {' | '.join(_format_errors(rows, kind) for kind in KINDS)} |")
-    versions = ", ".join(sorted({r["libtpu"] for r in predicted}))
+    versions = ", ".join(sorted({f"{_compiler_package(r['chip'])} {r['libtpu']}" for r in predicted}))
     return [
         *lines,
         "",
-        f"{len(predicted)} of {len(results)} rows predicted, by libtpu {versions}.",
+        f"{len(predicted)} of {len(results)} rows predicted, by {versions}.",
     ]
+
+
+def _compiler_package(chip: str) -> str:
+    known = known_chips().get(chip)
+    return get_platform(known.platform if known else "tpu").compiler_packages[0]
 
 
 def _format_errors(results: Iterable[Result], kind: str) -> str:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-predict",
-        description="Predict the step time of a program on a TPU slice, and which collectives it waits for.",
+        description="Predict the step time of a program on TPUs or GPUs, and which collectives it waits for.",
         epilog="Examples: valkyrie-predict train.py:step --target v5e-8; "
         "valkyrie-predict step.hlo --target v4-64 --mesh data=8,model=4",
     )

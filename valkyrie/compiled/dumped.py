@@ -214,8 +214,8 @@ def _check_replayable(path: Path, module: Module) -> None:
         b'"fusion_backend_config"' in i.message.backend_config for i in instructions
     ):
         raise ValueError(
-            f"{path} was compiled for a GPU, but predictions need the cost estimates of XLA's TPU compiler. Compile it "
-            "for a TPU slice, which needs libtpu but no TPU."
+            f"{path} was compiled for a GPU, but files can be predicted only for TPUs. Predict the function or the "
+            "jitted program for a GPU instead, or compile it for a TPU slice. Neither needs the devices."
         )
     if not module.is_scheduled:
         raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
@@ -223,5 +223,5 @@ def _check_replayable(path: Path, module: Module) -> None:
     if not has_tiles and all(i.cycles is None for i in instructions):
         raise ValueError(
             f"{path} was not compiled for a TPU: its arrays have no tiles, and its operations have no cost estimates. "
-            "Compile it for a TPU slice, which needs libtpu but no TPU."
+            "Files can be predicted only for TPUs: compile it for a TPU slice, which needs libtpu but no TPU."
         )

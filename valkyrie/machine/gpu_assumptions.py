@@ -11,9 +11,6 @@ KERNEL_START_S = 2.5e-6
 """Seconds between the work of two kernels: launching and draining. XLA's model assumes 1 us a launch
 (xla gpu_performance_model_base.h), and small kernels take another 1 to 2 us."""
 
-COPY_START_S = 2e-6
-"""Seconds to start an asynchronous copy. Assumed."""
-
 PRODUCT_SIZES = (256, 1024, 4096)
 """Sizes of m, n and k in `GpuFigures.products`."""
 

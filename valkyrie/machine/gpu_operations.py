@@ -28,6 +28,8 @@ _FREE_TARGETS = {"Sharding", "AllocateBuffer", "annotate_device_placement"}
 class GpuOpCostModel:
     """Computes the costs of instructions on a GPU. The keys of `notes` are the assumptions made so far."""
 
+    has_fallback_branches = True  # of cuDNN's kernel for packed documents
+
     def __init__(self, chip: ChipConfig) -> None:
         """Raises ValueError if figures of the chip are missing."""
         if chip.gpu is None or chip.hbm_gbs is None:

@@ -59,6 +59,8 @@ class OpCostModel:
     Raises ValueError if the chip's clock or HBM bandwidth is unknown.
     """
 
+    has_fallback_branches = False
+
     def __init__(self, chip: ChipConfig) -> None:
         if chip.clock_ghz is None or chip.hbm_gbs is None:
             missing = " and ".join(k for k in ("clock_ghz", "hbm_gbs") if getattr(chip, k) is None)

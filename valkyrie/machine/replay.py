@@ -106,11 +106,13 @@ class OperationModel(Protocol):
     """Computes the costs of operations other than collectives.
 
     `notes` has the assumptions made so far as keys. `compute_slowdown` is the factor on the time of operations while a
-    collective is in flight.
+    collective is in flight. `has_fallback_branches` means that the branches of a conditional without a kernel are the
+    fallback of a branch with one.
     """
 
     notes: dict[str, None]
     compute_slowdown: float
+    has_fallback_branches: bool
 
     def cost(self, instruction: Instruction) -> OpCost:
         """Return the cost of one execution of an operation."""
@@ -429,10 +431,15 @@ class _Replayer:
     def _replay_conditional(self, instruction: Instruction) -> None:
         """Replay all branches of a conditional, and add the longest to the step.
 
-        If only some branches run a kernel, the others are its fallback and are not added.
+        If only some branches run a kernel, the others may be its fallback (`OperationModel.has_fallback_branches`) and
+        are then not added.
         """
         branch_totals = [self._replay_alone(branch) for branch in instruction.called_computations]
-        kernel_branches = [totals for totals in branch_totals if (PartKind.kernel, ()) in totals.seconds]
+        kernel_branches = [
+            totals
+            for totals in branch_totals
+            if self._ops.has_fallback_branches and (PartKind.kernel, ()) in totals.seconds
+        ]
         longest_branch = max(kernel_branches or branch_totals, key=lambda totals: totals.duration_s)
         self._totals.add(longest_branch, 1, self._links.now_s, instruction.name)
         self._links.pass_time(longest_branch.duration_s)

@@ -126,12 +126,12 @@ def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
         default = "" if in_python else f", or set {OPTIONS_KEY}.{name}=null if it is a default of the chip"
         setting = f'options={{"{name}": ...}}' if in_python else f"{OPTIONS_KEY}.{name}"
         remedy = f"{'remove' if hint else 'Remove'} it{default}."
-        return f"{setting}: {_compiler_name()} has no such option.{hint} {remedy}"
+        return f"{setting}: {_compiler_name(name)} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details
         cause = f" {reason}." if reason else ""
         setting = f'options={{"{name}": "{value}"}}' if in_python else f"{OPTIONS_KEY}.{name}={value}"
-        return f"{setting}: {_compiler_name()} cannot parse this value.{cause}"
+        return f"{setting}: {_compiler_name(name)} cannot parse this value.{cause}"
     return None
 
 
@@ -148,8 +148,9 @@ def _version_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _compiler_name() -> str:
+def _compiler_name(option: str) -> str:
+    package = get_platform("gpu" if option.startswith("xla_gpu_") else "tpu").compiler_packages[0]
     try:
-        return f"the compiler (libtpu {metadata.version('libtpu')})"
+        return f"the compiler ({package} {metadata.version(package)})"
     except metadata.PackageNotFoundError:
         return "the compiler"
