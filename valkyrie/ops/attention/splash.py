@@ -6,7 +6,7 @@ one shard's part of full causal attention.
 Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, wider blocks cost less per key,
 if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
 unfused one, but writes dq once per block of keys, also for the blocks that a window hides. It is used for at most 8
-writes, or 3 with a window.
+writes, or 4 with a window of at most half of the keys.
 
 Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). The position of a shard's queries is known only at
 run time. The tables of visible blocks are therefore built for all shards, and each device selects its own. This module
@@ -42,12 +42,13 @@ MIN_LONG_LENGTH = 16384
 MAX_DQ_WRITES = 8
 """Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""
 
-MAX_WINDOW_DQ_WRITES = 3
-"""The same with a window, where most of the blocks that are written are zero.
+MAX_WINDOW_DQ_WRITES = 4
+"""The same with a window of at most half of the keys, where most of the blocks that are written are zero.
 
 By replay of 4 layers of gpt_125m on v5e-8 (131,072 tokens), the unfused backward pass shortens a step from 113.9 to
-108.8 ms for 8 blocks and a window of 512, from 118.1 to 114.6 ms for a window of 1,024, and from 112.0 to 111.8 ms for
-4 blocks and a window of 1,024. For 8 blocks, memory falls from 1.80 to 1.56 GiB.
+108.8 ms for 8 blocks and a window of 512, and from 118.1 to 114.6 ms for a window of 1,024. Memory falls from 1.80 to
+1.56 GiB. For 4 blocks and a window of 1,024, it is no faster: 112.0 and 111.8 ms, and 458 and 463 ms with the heads of
+nanochat.
 """
 
 
@@ -247,7 +248,8 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     forward_block = wide_block if min(rows, keys) >= MIN_WIDE_LENGTH else BLOCK
     row_block, key_block = fit_block(forward_block, rows), fit_block(forward_block, keys)
     backward_block = fit_block(2 * wide_block if wide_block > BLOCK and keys >= MIN_LONG_LENGTH else wide_block, keys)
-    is_fused = keys // backward_block <= (MAX_DQ_WRITES if window is None else MAX_WINDOW_DQ_WRITES)
+    is_narrow = window is not None and 2 * window <= keys
+    is_fused = keys // backward_block <= (MAX_WINDOW_DQ_WRITES if is_narrow else MAX_DQ_WRITES)
     # Smaller if the backward block is doubled, to fit into v4's VMEM.
     compute_block = BLOCK // 2 if is_fused and backward_block > wide_block else wide_block
     return splash.BlockSizes(
