@@ -340,8 +340,8 @@ def _pick_next(
 
     Until a layout fits, this is the one with the lowest cost, divided by its chance to fit. After that, it is the one
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
-    of chips without a compile come first. If no layout has such a chance, the baselines and the remaining kinds of
-    chips are compiled for comparison.
+    of chips without a compile come first, then a second partition, because layouts of one partition have similar
+    errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
     """
     best, times = compiled_layouts.best(request), compiled_layouts.correct(possible)
 
@@ -363,6 +363,9 @@ def _pick_next(
     promising = [layout for layout in possible if chances[layout.candidate] >= MIN_CHANCE]
     if promising:
         first = compiled_layouts.filter_uncompiled_chips(promising) or promising
+        partitions = {layout.estimate.candidate.partition for layout in compiled_layouts.layouts}
+        if len(partitions) == 1:
+            first = [layout for layout in first if layout.candidate.partition not in partitions] or first
         return max(first, key=lambda layout: chances[layout.candidate])
     baselines = (b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None)
     return next(baselines, None) or pick_cheapest(compiled_layouts.filter_uncompiled_chips(possible))

@@ -251,7 +251,8 @@ def _compile(
                 *(progress.print_result, progress.show_wait),
             )
     except KeyboardInterrupt:
-        console.print("interrupted; the best so far:", style="yellow")
+        kind = "best so far" if compiled_layouts.best(request) else "best by estimate, none compiled"
+        console.print(f"interrupted; the {kind}:", style="yellow")
         return EXIT_INTERRUPTED
     console.print(f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
     if compiled_layouts.is_refused:

@@ -52,7 +52,8 @@ class CompileProgress:
         self.console.print(self._describe_duration(), soft_wrap=True)
 
     def _describe_duration(self) -> str:
-        seconds = earlier_compile_seconds(self.request.run.model.parameter_count())
+        usable_bytes = {usable_hbm(target.chip) for target in self.request.targets}
+        seconds = earlier_compile_seconds(self.request.run.model.parameter_count(), usable_bytes)
         low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else USUAL_COMPILE_S
         count = count_text(len(seconds), "earlier compile")
         text = (

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,8 +158,10 @@ def read_outcome(folder: Path, needs_hlo_text: bool = False) -> CompileOutcome |
     return outcome
 
 
-def earlier_compile_seconds(parameters: int) -> list[float]:
+def earlier_compile_seconds(parameters: int, usable_bytes: Collection[int | None]) -> list[float]:
     """Return how long the compiles in the cache took that fit and whose models have this number of parameters.
+
+    Counts only chips with one of these amounts of usable memory: compilers for other chips take another time.
 
     In seconds, with the lowering, the most recent first. A program that several requests share counts once. Reads at
     most `MAX_READ_OUTCOMES`. Returns an empty list if the cache cannot be read.
@@ -170,7 +172,9 @@ def earlier_compile_seconds(parameters: int) -> list[float]:
         for file in files[:MAX_READ_OUTCOMES]:
             with contextlib.suppress(RecordError):
                 step = read_record(CompileOutcome, file).step
-                if step is not None and step.parameters == parameters:
+                if step is None or step.memory.usable not in usable_bytes:
+                    continue
+                if step.parameters == parameters:
                     seconds.setdefault(step.program, step.lower_s + step.compile_s)
     return [*seconds.values()]
 
