@@ -120,33 +120,32 @@ class ParameterTimes:
         return seconds
 
     def accumulation_seconds(self, sums_once: np.ndarray) -> np.ndarray:
-        """Return the seconds per microbatch of adding its gradients to float32 arrays.
+        """Return the seconds per microbatch of adding its gradients to float32 arrays: two are read and one written.
 
-        Without a pipeline, this counts only what `SumGradientsPer.step` (the mask `sums_once`) adds: arrays split like
-        stored parameters are in the fitted constants. A turn of a pipeline writes the gradients of its layers before it
-        adds them.
+        `sums_once` is the mask of `SumGradientsPer.step`, whose arrays are not split over the batch's mesh axes. A step
+        of one microbatch adds nothing. A turn of a pipeline writes the gradients of its layers before it adds them.
         """
-        layouts, (unsplit, stored, extra) = self.layouts, self._accumulated_elements
+        layouts, (unsplit, stored, all_unsplit, all_stored) = self.layouts, self._accumulated_elements
         # TODO: a turn of a circular schedule also adds zeros to the layers of the other rounds.
         in_turns = 0.0 if layouts.sums_once else 4 * np.where(sums_once, unsplit, stored)
-        alone = np.where(sums_once, 3 * extra, 0.0)
+        alone = np.where(layouts.microbatches > 1, 3 * np.where(sums_once, all_unsplit, all_stored), 0.0)
         elements = np.where(layouts.stages > 1, in_turns, alone)
         return ACCUMULATOR_DTYPE.itemsize * elements / self.hbm_bandwidth
 
     @cached_property
-    def _accumulated_elements(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _accumulated_elements(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Elements per device of the layers, split as within a shard of the batch and as stored.
 
-        The third item is how many more elements all parameters have if they are split as within a shard of the batch.
+        The third and fourth items are the same of all parameters.
         """
         layouts = self.layouts
-        unsplit, stored, extra = (np.zeros(len(layouts)) for _ in range(3))
+        unsplit, stored, all_unsplit, all_stored = (np.zeros(len(layouts)) for _ in range(4))
         for spec in self.work.parameters.values():
             accumulated_elements, stored_elements = (layouts.shard_elements(spec, k) for k in ("accumulated", "stored"))
-            extra += accumulated_elements - stored_elements
+            all_unsplit, all_stored = all_unsplit + accumulated_elements, all_stored + stored_elements
             if LAYERS in spec.axes:
                 unsplit, stored = unsplit + accumulated_elements, stored + stored_elements
-        return unsplit, stored, extra
+        return unsplit, stored, all_unsplit, all_stored
 
     @cached_property
     def zero1_gather_seconds(self) -> np.ndarray:
