@@ -68,11 +68,12 @@ def donating(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def test_a_program_of_nnx_jit_is_lowered_as_one_of_jax() -> None:
-    mesh = valkyrie.slice("v5e-8").mesh((2, 4), ("data", "model"))
+    target = valkyrie.slice("v5e-8")
+    mesh = target.mesh((2, 4), ("data", "model"))
     jitted, arguments = products(mesh)
     lowered = nnx.jit(jitted.__wrapped__).lower(*arguments)
     for function, call in ((nnx.jit(jitted.__wrapped__), arguments), (lowered, ())):
-        program, _ = predict._lower(function, call, {}, None)
+        program, _ = predict._lower(function, call, {}, None, target)
         assert isinstance(program, jax.stages.Lowered) and capture_program(program, {}) is not None
 
 

@@ -179,7 +179,7 @@ def _find_named_ids(rows: Sequence[Row], row_labels: dict[str, str], max_memory:
 
     Returns an empty set if more than `MAX_NAMES` names fit. `max_memory` is the largest memory in the chart, in bytes.
     """
-    max_rate = max(row.tokens_per_second_per_chip or 0.0 for row in rows)
+    max_rate = max(row.tokens_per_second_per_chip or 0.0 for row in rows) or 1.0
     name_positions: dict[str, tuple[float, float]] = {}
     for row in rows:
         x, y = (row.peak_bytes or 0) / max_memory, (row.tokens_per_second_per_chip or 0.0) / max_rate
