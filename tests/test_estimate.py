@@ -531,6 +531,31 @@ def test_causal_attention_over_a_split_sequence_exchanges_halves_of_queries_on_a
     assert first["activations"] == second["activations"]
 
 
+def test_short_causal_shards_are_padded_and_the_last_one_has_the_most_scores() -> None:
+    layout = ("target=v5e-32", "batch=128", "seq=1024", "precision=bf16_mixed", "partition=sp")
+    mixing = [estimated_seconds(*layout, f"mesh={mesh}")["mixing"] for mesh in ("1x1x32", "4x1x8", "8x1x4", "32x1x1")]
+    # 4 shards of 256 positions exchange halves, 8 of 128 do not, and 32 of 32 are also padded to 128.
+    assert np.array(mixing[1:]) / mixing[0] == pytest.approx([1.0, 2 - 1 / 8, 4 * (2 - 1 / 32)])
+
+
+def test_chips_that_are_no_neighbours_share_links_for_gathers_and_exchanges() -> None:
+    layout = ("target=v5e-8", "batch=64", "seq=1024", "partition=sp")
+    scattered, line = (
+        estimated_seconds(*layout, "mesh=2x1x4", *placement, hidden_activations=0.0)["activations"]
+        for placement in ((), ("mesh.placement=[x,z]",))
+    )
+    assert scattered / line == pytest.approx(2.0, rel=0.1)
+
+
+def test_each_microbatch_adds_its_gradients_in_float32() -> None:
+    parameters = parse_run(["model=gpt_125m"]).model.parameter_count()
+    layout = ("model=gpt_125m", "target=v5e-8", "batch=128", "seq=1024", "mesh=1x1x8", "partition=dp")
+    one, eight = (estimated_seconds(*layout, f"microbatches={n}")["moving"] for n in (1, 8))
+    chip = known_chips()["v5e"]
+    added_bytes = 8 * 3 * 4 * parameters
+    assert eight - one == pytest.approx(added_bytes / ((chip.hbm_gbs or 0) * 1e9 * chip_efficiency(chip).hbm), rel=0.01)
+
+
 def test_products_with_large_operands_wait_for_a_part_of_their_loads() -> None:
     layout = ("target=v5e-8", "seq=1024", "mesh=1x1x8", "partition=dp")
     ratios = []
