@@ -29,8 +29,8 @@ from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 
-# The wheels are for Linux on x86_64 only. With 0.7 GB, they are too large for `.ci/run`, so tests of the compiler itself
-# run where somebody has installed the extra. The other tests of this file need no compiler and run everywhere.
+# The wheels are for Linux on x86_64 only. With 0.7 GB, they are too large for `.ci/run`, so tests of the compiler run
+# where somebody has installed the extra. The other tests of this file need no compiler and run everywhere.
 needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="compiles for a GPU: uv sync --extra gpu-compile (Linux on x86_64; no GPU is needed)",
