@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import html
 import io
 import json
 import math
@@ -33,8 +34,15 @@ from valkyrie.problems import ProblemCode
 from valkyrie.processes.ending import EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
-from valkyrie.search import NO_STEP_TIME, compiling, mode, progress, tuning
-from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
+from valkyrie.search import NO_STEP_TIME, budget, compiling, mode, progress, tuning
+from valkyrie.search.answer import (
+    describe_peak,
+    describe_work,
+    make_answer_row,
+    print_answer,
+    rank_layouts,
+    train_command,
+)
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
@@ -53,23 +61,18 @@ from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_est
 from valkyrie.search.estimate.rank import rank
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.estimate.times import COMPUTE_PARTS
-from valkyrie.search.folder import lock_folder, request_digest, save_answer
+from valkyrie.search.folder import COMMANDS_FILE, lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
-from valkyrie.search.remarks import (
-    collect_remarks,
-    describe_choices,
-    describe_intervals,
-    describe_ties,
-    suggest_compile,
-)
+from valkyrie.search.remarks import collect_remarks, describe_choices, describe_intervals
 from valkyrie.search.request import SearchRequest, parse_request
+from valkyrie.search.rivals import describe_certainty, describe_ties
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
-from valkyrie.units import memory_text, number_text
+from valkyrie.units import duration_text, memory_text, number_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -358,11 +361,19 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", endless)
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: earlier_s)
+    earlier_s: list[float] = []
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=1min")
     assert status == 0 and 120 <= clock[0] < 122 and answer["best"][0]["stage"] == "estimate"
     assert answer["compiled"] == 0 and "mode.budget=1min" in answer["why"]
-    assert "mode.budget=30min" in answer["warning"], "a longer budget is suggested"
+    command = answer["warning"].partition("valkyrie-train ")[2]
+    run = parse_run(expand_shorthand(shlex.split(command)))
+    assert run.config.mode.budget == "30min" and "partition=fsdp" in command, "the same search with a longer budget"
+    before = printed.partition("compiled: ")[0]
+    assert "120 s" in before and "mode.budget=4min" in before and "mode.compiles=0" in before, "the plan is too short"
     assert 0 < printed.index(answer["warning"]) < printed.index("bound by"), "the warning is above the table"
+    earlier_s.append(400.0)
+    assert " budget=7min" in search("partition=fsdp", "remat=full", "mode.budget=1min").answer["warning"]
     answer = search("partition=fsdp", "remat=full", "mode.compiles=0").answer
     assert answer["warning"] == "", "these estimates were requested"
 
@@ -370,11 +381,15 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles_that_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "earlier_compile_seconds", lambda parameters, usable_bytes: [70.0])
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [70.0])
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
     shown.print_start(Path("found"))
-    assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue()
+    assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue() and "mode.compiles=0" not in output.getvalue()
+    several = budget.describe_plan(
+        make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts()
+    )
+    assert "3 kinds of chips" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
     layout, start = make_shortlist(request).fitting[0], len(output.getvalue().splitlines())
     for seconds in (*range(0, 100, 5), *range(0, 40, 5)):  # two compiles
         shown.show_wait(layout, float(seconds), 0.0)
@@ -936,7 +951,12 @@ def test_a_search_can_use_only_estimates(search: Callable[..., FinishedSearch]) 
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
     assert best["spot_dollars"] == pytest.approx(8 * 0.5 * best["hours"], rel=1e-6)
     train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER_FILE))
-    assert f"train it: {train}" in printed
+    assert f"train it: {train}" in printed and best["train"] == train
+    folder = Path(printed.partition(f"/{ANSWER_FILE}")[0].rpartition("answer: ")[2])
+    commands, page = (folder / COMMANDS_FILE).read_text(), (folder / "report.html").read_text()
+    for row in answer["best"]:
+        assert row["compile"] in commands and row["train"] in commands and row["compile"] != row["train"]
+        assert html.escape(row["compile"], quote=True).replace("&#x27;", "&#39;") in page
     assert f" steps={math.ceil(1e9 / (run.config.batch * run.config.seq))} " in train
     assert f"{FSDP_BASELINE}: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
     printed = search("mode.compiles=0", "partition=fsdp", "name=fsdp").printed
@@ -964,25 +984,73 @@ def test_a_budget_in_dollars_sets_the_steps_and_has_a_range(search: Callable[...
     assert "spot" in spot and " hours " in spot
 
 
-def test_equally_fast_layouts_and_the_command_that_compiles_an_estimated_one_are_named() -> None:
+def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_compiles_one() -> None:
     request = make_request()
-    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:4]
-    factors = (1.0, 1.01, 1.1, 1.0)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6]
+    factors = (1.0, 1.01, 1.1, 1.0, 1.005, 1.0)
     rows = [row.with_step_time(factor * rows[0].step_s) for row, factor in zip(rows, factors, strict=True)]
-    (line,) = describe_ties(request, rows)
-    assert line.endswith(": #2 to #4.") and "Equally" not in line
-    assert describe_ties(request, [rows[0], *(row.with_step_time(1.2 * rows[0].step_s) for row in rows[1:])]) == []
+    line, command = describe_certainty(request, rows)
+    assert line.endswith(": #4, #6, #5 and 1 more.") and "As fast" not in line, "#3 may be 1% faster, but not 2%"
+    assert "#1" in command and " mode=compile " in command, "an estimate is compiled before its rivals"
+    slower = [row.with_step_time(1.2 * rows[0].step_s) for row in rows[1:]]
+    assert [line for line in describe_certainty(request, [rows[0], *slower]) if "mode=compile" not in line] == []
     compiled = replace(rows[0], stage=Stage.compile)
     equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
-    assert "Equally" in equal and equal.endswith(": #2.") and unsure.endswith(": #3, #4.")
+    assert "As fast" in equal and equal.endswith(": #2.") and ": #4, #6, #5." in unsure
     faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
     assert faster.high_s < rows[0].step_s
-    _, unsure, below = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), rows[2], faster])
-    assert unsure.endswith(": #3.") and below.endswith(": #4."), "its whole interval is below the time of #1"
-    (line,) = suggest_compile(request, [compiled, *rows[1:]])
-    run = parse_run(shlex.split(line.partition("valkyrie-train ")[2]))
-    assert "#2" in line and run.config.mode.name == "compile" and run.problems() == []
+    below, unsure = describe_ties(request, [compiled, *rows[2:3], faster, rows[1]])
+    assert ": #3. " in below and ": #4. " in unsure, "the whole interval of #3 is below the time of #1"
+    run = parse_run(shlex.split(unsure.partition("valkyrie-train ")[2]))
+    assert run.config.mode.name == "compile" and run.problems() == []
     assert run.config.partition.name == rows[1].candidate.partition and run.config.batch == request.run.config.batch
+
+
+@pytest.mark.parametrize(("planned", "word"), [((), "faster"), (("mode.tokens=1e9",), "cheaper")])
+def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_settles_it(
+    planned: tuple[str, ...], word: str
+) -> None:
+    request = make_request("mode.targets=[v4-8,v6e-8]", *planned)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    firsts = {row.candidate.target: replace(row, stage=Stage.compile) for row in reversed(rows)}
+
+    def compile_row(target: str, cost: float) -> RankedLayout:
+        row = firsts[target]
+        row = row.with_step_time(cost * row.step_s / ((row.usd_per_million_tokens or 0) if planned else row.step_s))
+        error = {"v4-8": 0.1, "v6e-8": 0.16}[target]
+        return replace(row, low_s=row.step_s / (1 + error), high_s=row.step_s * (1 + error))
+
+    unsure, accuracy, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.2)])
+    assert "#2 on v4-8" in unsure and word in unsure and "+16%" in unsure and "+10%" in unsure
+    assert " v6e: " in accuracy and "1 published recipe " in accuracy and "v4 " in accuracy
+    words = shlex.split(settle.partition("valkyrie-launch ")[2])
+    assert words[0] == "target=v6e-8" and "mode=measure" in words
+    limit_s = 1.2 * compile_row("v6e-8", 1.0).step_s
+    assert duration_text(limit_s) in settle, "above this step time, #2 is better"
+    (sure,) = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.4)])
+    assert word in sure and "v4-8" in sure
+    estimated = replace(compile_row("v4-8", 1.2), stage=Stage.estimate)
+    *_, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), estimated])
+    assert "#2" in settle and " mode=compile " in settle and "target=v4-8" in settle
+    unknown = replace(compile_row("v4-8", 1.1), low_s=1.0, high_s=1.0)
+    unknown = replace(unknown, low_s=unknown.step_s, high_s=unknown.step_s)
+    unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown])
+    assert "unknown" in unsure
+
+
+def test_settings_are_not_broken_in_a_narrow_terminal_and_the_memory_of_every_slice_is_named() -> None:
+    request = make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "remat=minimal_with_context")
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    names = {"v5e-8": 2**34, "v6e-8": 2**34, "v4-8": 2**35}
+    rows = [replace(row, usable=names[row.candidate.target]) for row in rows]
+    answer = SearchAnswer([], "", 0, {}, 0, 0, "", MeasureReport(), rows, [], targets=[*names])
+    head = describe_peak(answer)
+    assert all(name in head for name in names)
+    for width in (80, 100, 140):
+        with (console := Console(width=width, soft_wrap=True, markup=False)).capture() as capture:
+            print_answer(answer, console)
+        words = capture.get().split()
+        assert all(override in words for row in rows for override in row.overrides[1:]), width
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
@@ -1086,11 +1154,11 @@ def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: P
     compiled = SearchAnswer(["mode=search"], "abc", 9, {}, 0, 2, "", MeasureReport(), [], [])
     runs = [MeasuredLayout(["mesh=8x1x1"], 1.0, step_s, "ok") for step_s in (1.0, None)]
     measured = replace(compiled, measured=MeasureReport(runs))
-    assert save_answer(tmp_path, compiled) == f"answer: {tmp_path / ANSWER_FILE}"
-    assert save_answer(tmp_path, measured) == f"answer: {tmp_path / ANSWER_FILE}"
-    assert "1 measured" in save_answer(tmp_path, compiled)
+    assert f"answer: {tmp_path / ANSWER_FILE}" in save_answer(tmp_path, compiled)
+    assert f"answer: {tmp_path / ANSWER_FILE}" in save_answer(tmp_path, measured)
+    assert "1 measured" in save_answer(tmp_path, compiled)[0]
     assert read_record(SearchAnswer, tmp_path / ANSWER_FILE) == measured
-    assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not saved")
+    assert save_answer(tmp_path, replace(measured, compiled=0))[0].startswith("answer: not saved")
 
 
 def test_the_answer_if_no_layout_fits(

@@ -60,6 +60,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def range_text(low: float, high: float) -> str:
+    """Format two numbers without decimals, such as `41 to 60`, or one if they are equal."""
+    return " to ".join(dict.fromkeys((f"{low:.0f}", f"{high:.0f}")))
+
+
 def percent_text(share: float) -> str:
     """Format a share (0 to 1) as a whole percentage."""
     return f"{100 * share:.0f}%"

@@ -22,7 +22,6 @@ MIN_DRAWN_SHARE = 0.05
 """The figure of memory is shown only if a layout needs at least this share of the usable memory."""
 _HEADS = {"place": "#", "rate": "tokens/s/chip", "memory": "peak memory per device"}
 """Headings that differ from those on a terminal, by column name."""
-_PROGRAM = "valkyrie-train"
 _OUTCOMES = {
     Status.ok.value: "compiled, and fit",
     Status.does_not_fit.value: "compiled, but too large for a device's memory",
@@ -264,9 +263,12 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
 
 
 def split_command(remark: str) -> tuple[str, str]:
-    """Split a remark into its text and the `valkyrie-train` command at its end, or "" if there is none."""
-    text, separator, arguments = remark.partition(f": {_PROGRAM} ")
-    return (f"{text}:", f"{_PROGRAM} {arguments}") if separator else (remark, "")
+    """Split a remark into its text and the command at its end, or "" if there is none."""
+    for program in ("valkyrie-train", "valkyrie-launch"):
+        text, separator, arguments = remark.partition(f": {program} ")
+        if separator:
+            return f"{text}:", f"{program} {arguments}"
+    return remark, ""
 
 
 def explain_command(arguments: Sequence[str], first: Sequence[str], second: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from valkyrie.units import memory_text
 
 NEAR_LIMIT_SHARE = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
+_UNLIMITED_WIDTH = 10_000
 _ESTIMATED_BOTTLENECKS = {
     "products": "compute",
     "mixing": "compute",
@@ -196,18 +197,32 @@ def _limiting_resource(part: StepPart) -> str:
 
 
 def print_answer(answer: SearchAnswer, console: Console) -> None:
-    """Print a table of the best layouts with step time, memory, rates, cost and bottleneck, after any warning."""
+    """Print a table of the best layouts after any warning, and below it how sure their order is."""
     if answer.warning:
         console.print(answer.warning, style="bold yellow", soft_wrap=True)
     title = f"{answer.title}; {describe_peak(answer)}"
     style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": title, "title_justify": "left"}
-    console.print(terminal_table(answer_columns(answer), answer.best, **style))
+    columns = answer_columns(answer)
+    table = terminal_table(columns, answer.best, **style)
+    if console.measure(table, options=console.options.update(width=_UNLIMITED_WIDTH)).minimum <= console.width:
+        console.print(table)
+    else:  # settings are never broken, so that they can be copied
+        console.print(terminal_table([c for c in columns if c.name != "layout"], answer.best, **style))
+        for place, row in enumerate(answer.best, start=1):
+            console.print(f"  #{place} {' '.join(row.overrides[1:])}", soft_wrap=True)
+    for line in answer.certainty:
+        console.print(line, style="bold", soft_wrap=True)
 
 
 def describe_peak(answer: SearchAnswer) -> str:
     """Describe the column `peak`: memory per device at its peak, with the usable memory on each kind of chip."""
-    usable = {f"{memory_text(row.usable)} usable": row.candidate.target for row in answer.best if row.usable}
-    limits = [f"{text} on {target}" if len(usable) > 1 else text for text, target in usable.items()]
+    slices: dict[str, list[str]] = {}
+    for row in answer.best:
+        if row.usable:
+            slices.setdefault(f"{memory_text(row.usable)} usable", []).append(row.candidate.target)
+    limits = [
+        f"{text} on {' and '.join(dict.fromkeys(names))}" if len(slices) > 1 else text for text, names in slices.items()
+    ]
     return "peak: memory per device at its peak" + (f", of {', '.join(limits)}" if limits else "")
 
 
@@ -225,14 +240,19 @@ def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[s
     return "valkyrie-train " + shlex.join([*arguments, *overrides])
 
 
+def layout_command(request: SearchRequest, row: RankedLayout, mode: Sequence[str], options: Sequence[str] = ()) -> str:
+    """Return the command that runs a mode on a layout, such as `mode=measure`. `options` are additional overrides."""
+    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
+    return "valkyrie-train " + shlex.join([*mode, *request.arguments, *overrides])
+
+
 def compile_command(request: SearchRequest, row: RankedLayout, changes: Sequence[str] = ()) -> str:
     """Return the `mode=compile` command of a layout. `changes` are additional overrides."""
-    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *changes]
-    return "valkyrie-train " + shlex.join(["mode=compile", *request.arguments, *overrides])
+    return layout_command(request, row, ["mode=compile"], changes)
 
 
-def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:
-    """Return the `valkyrie-launch` command that rents the slices of a layout and trains on them.
+def launch_command(request: SearchRequest, row: RankedLayout, command: str) -> str | None:
+    """Return the `valkyrie-launch` command that rents the slices of a layout and runs a command of it there.
 
     None for several slices on a platform where Valkyrie can rent only one.
     """
@@ -242,4 +262,4 @@ def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[
         return None
     words = [f"target={target.name}"] if rents_slices else ["target=skypilot", f"slice={target.name}"]
     words += [f"slices={target.slices}"] if target.slices > 1 else []
-    return f"valkyrie-launch {shlex.join(words)} -- {train_command(request, row, options).partition(' ')[2]}"
+    return f"valkyrie-launch {shlex.join(words)} -- {command.partition(' ')[2]}"

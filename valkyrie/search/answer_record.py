@@ -73,6 +73,7 @@ class RankedLayout:
         expected_s: Predicted step time of a measured layout.
         as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
         batches: The layout with each batch, the smallest first. Empty if the search does not vary the batch.
+        compile, train: Commands that compile and train the layout. `compile` is empty if compiling needs the devices.
     """
 
     candidate: Candidate
@@ -95,6 +96,8 @@ class RankedLayout:
     expected_s: float | None = None
     as_fast_on: list[str] = field(default_factory=list)
     batches: list[TriedBatch] = field(default_factory=list)
+    compile: str = ""
+    train: str = ""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -189,8 +192,10 @@ class SearchAnswer:
         launch: Command that rents the slices of the first layout in `best` and trains it. None if this machine has the
             devices, or if Valkyrie cannot rent several slices of this platform.
         prices: Price of a chip-hour with its kind (on demand or spot) and source, for each kind of chip that has one.
-        warning: Line above the table which says that every number is an estimate, because the budget ended before a
-            layout was compiled, and what to type. Empty otherwise.
+        warning: Line above the table with the slices (or all of them) that have only estimates because the budget
+            ended first, and the command to continue. Empty if there are none.
+        certainty: Sentences on how sure the order is: the layouts that may be better than the first one, and the
+            commands that would settle it.
     """
 
     command: list[str]
@@ -223,6 +228,7 @@ class SearchAnswer:
     launch: str | None = None
     prices: list[str] = field(default_factory=list)
     warning: str = ""
+    certainty: list[str] = field(default_factory=list)
     schema: int = 1
     unknown: dict[str, Any] = field(default_factory=dict)
 
@@ -234,6 +240,7 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     tokens only for a requested budget. Spot prices appear with the dollars if one is known.
     """
     column, rows = Column[RankedLayout], answer.best
+    longest_word = max((len(override) for row in rows for override in row.overrides[1:]), default=0)
     slice_column = column(
         "slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8
     )
@@ -250,7 +257,7 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     return [
         column("place", "#", "count", lambda r: rows.index(r) + 1, min_width=0),
         *([slice_column] if len(answer.targets) > 1 else []),
-        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=16),
+        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=max(16, longest_word)),
         column("step_s", "step", "seconds", lambda r: r.step_s),
         column("interval", "interval", "range", lambda r: r.interval, unknown_text="unknown"),
         column("memory", "peak", "bytes", lambda r: r.memory, unknown_text="?"),

@@ -18,7 +18,7 @@ from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration_text
 
-PAPER_RULE = "the TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
+PAPER_RULE = "The TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
 FSDP_BASELINE = "fsdp layout with the shortest estimate"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from valkyrie.checksums import digest
 from valkyrie.config.modes import ANSWER_FILE
-from valkyrie.paths import disk_errors
+from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.processes.locks import write_lock
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
@@ -20,6 +20,8 @@ from valkyrie.units import count_text
 
 LOCK_FILE = ".search"
 """File in the folder of a search that a running search has locked. NFS cannot lock a folder itself."""
+COMMANDS_FILE = "commands.txt"
+"""File in the folder of a search with the commands that compile and train each of its best layouts."""
 
 
 def search_folder(request: SearchRequest) -> Path:
@@ -101,8 +103,10 @@ def _remove_if_empty(folder: Path) -> None:
             folder.rmdir()
 
 
-def save_answer(folder: Path, answer: SearchAnswer) -> str:
-    """Write `search.json`, and return a line to print with its path.
+def save_answer(folder: Path, answer: SearchAnswer) -> list[str]:
+    """Write `search.json` and `commands.txt`, and return lines to print with their paths.
+
+    `commands.txt` has the commands that compile and train each of the best layouts.
 
     Does not replace an earlier answer that has measured layouts if the new one has none, or that has compiled layouts
     if the new one has none. The line then gives this reason.
@@ -115,12 +119,17 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
         ):
             if before and not now:
                 layouts = count_text(before, f"{stage} layout")
-                return (
+                return [
                     f"answer: not saved, because {file} has {layouts} of the same search and this answer has none. "
                     "To save both, use another name="
-                )
+                ]
     write_record(file, answer)
-    return f"answer: {file}"
+    blocks = []
+    for place, row in enumerate(answer.best, start=1):
+        commands = [command for command in (row.compile, row.train) if command]
+        blocks.append("\n".join([f"# {place}: {' '.join(row.overrides)}, {row.stage.adjective}", *commands]) + "\n")
+    commands_file = write_atomic(folder / COMMANDS_FILE, "\n".join(blocks), "another name=")
+    return [f"commands that compile and train each row: {commands_file}", f"answer: {file}"]
 
 
 @dataclass(frozen=True)

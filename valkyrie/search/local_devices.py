@@ -50,6 +50,18 @@ def has_devices(target: TargetConfig) -> bool:
     return get_platform(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
 
 
+def missing_compilers(request: SearchRequest) -> dict[str, str]:
+    """Return the requested slices for which this machine cannot compile, as a dict from name to reason."""
+    reasons = {}
+    for target in request.targets:
+        platform = get_platform(target.platform)
+        if not platform.compiles_without_devices:
+            reasons[target.name] = "its programs cannot be compiled without the devices"
+        elif (reason := platform.compiler_install_hint(target)) is not None:
+            reasons[target.name] = reason
+    return reasons
+
+
 def needs_cpu_figures(target: TargetConfig) -> bool:
     """Return whether a target is the CPU of this machine and its speed is not configured (`target.chip` is None)."""
     return get_platform(target.platform).runs_on_host and target.chip is None

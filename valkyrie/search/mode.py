@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -18,10 +19,18 @@ from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
-from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
-from valkyrie.search.answer_record import SearchAnswer
+from valkyrie.search.answer import (
+    compile_command,
+    describe_work,
+    launch_command,
+    print_answer,
+    rank_layouts,
+    train_command,
+)
+from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
 from valkyrie.search.batches import add_batches, describe_batches
+from valkyrie.search.budget import describe_missing_compiles
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -31,7 +40,7 @@ from valkyrie.search.compiling import (
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
 from valkyrie.search.folder import lock_folder, request_digest, save_answer, search_folder
-from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
+from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices, missing_compilers
 from valkyrie.search.measuring import (
     MeasuredTrial,
     MeasuredTrials,
@@ -42,8 +51,9 @@ from valkyrie.search.measuring import (
     rank_measured_layouts,
 )
 from valkyrie.search.progress import CompileProgress
-from valkyrie.search.remarks import collect_remarks, describe_missing_compiles, describe_prices, target_slice
+from valkyrie.search.remarks import collect_remarks, describe_prices, target_slice
 from valkyrie.search.request import SearchRequest, parse_request
+from valkyrie.search.rivals import describe_certainty
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
@@ -114,10 +124,10 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(NO_STEP_TIME, folder, reason, console)
     will_measure = request.mode.measure > 0 and can_measure(request)
-    missing_compilers = _missing_compilers(request)
+    without_compiler = missing_compilers(request)
     if not will_measure:
-        _print_missing_compilers(missing_compilers, request, console)
-    compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
+        _print_missing_compilers(without_compiler, request, console)
+    compiled_targets = [target.name for target in request.targets if target.name not in without_compiler]
     compilable = shortlist.for_targets(compiled_targets)
     if compilable.fitting or compilable.may_fit:
         status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
@@ -139,8 +149,8 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
     rows = add_batches(rows, ranking, compiled_layouts)
-    remarks = collect_remarks(request, rows, ranking, shortlist, compiled_layouts, measured_trials)
-    launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], options)
+    rows = _add_commands(request, rows, compiled_layouts, options)
+    launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], rows[0].train)
     answer = SearchAnswer(
         command=list(run.arguments),
         question=request_digest(request),
@@ -164,14 +174,15 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         date=date.today().isoformat(),
         too_large=_count_too_large(ranking, compiled_layouts),
         compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiled_layouts.layouts)),
-        remarks=remarks,
+        remarks=collect_remarks(request, rows, ranking, shortlist, compiled_layouts, measured_trials),
         explain=explain_command(request.arguments, rows[0].overrides, rows[1].overrides) if len(rows) > 1 else None,
         tokens=request.tokens,
         budget_usd=request.budget_usd,
-        train=train_command(request, rows[0], options),
+        train=rows[0].train,
         launch=launch,
         prices=describe_prices(request),
         warning=describe_missing_compiles(request, rows, compiled_layouts),
+        certainty=describe_certainty(request, rows),
     )
     print_answer(answer, console)
     _print_commands(answer, folder, console)
@@ -185,9 +196,22 @@ def _print_commands(answer: SearchAnswer, folder: Path, console: Console) -> Non
     lines = [*describe_batches(answer.best), *answer.remarks]
     lines += [f"prices: {'; '.join(answer.prices)}"] if answer.prices and has_cost else []
     lines += [f"train it: {answer.train}", *([f"launch it: {answer.launch}"] if answer.launch else [])]
-    stored = save_answer(folder, answer)
-    for line in [*lines, f"page: {write_report(folder)}", stored]:
+    for line in [*lines, *save_answer(folder, answer), f"page: {write_report(folder)}"]:
         console.print(line, soft_wrap=True)
+
+
+def _add_commands(
+    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts, options: Sequence[str]
+) -> list[RankedLayout]:
+    """Return the rows with the commands that compile and train them. `options` are those of the first row."""
+    result = []
+    for place, row in enumerate(rows):
+        compiled = compiled_layouts.get(row.candidate)
+        added_options = options if place == 0 else () if compiled is None else compiled.added_options
+        can_compile = get_platform(target_slice(request, row).platform).compiles_without_devices
+        compile_text = compile_command(request, row) if can_compile else ""
+        result.append(replace(row, compile=compile_text, train=train_command(request, row, added_options)))
+    return result
 
 
 def _winner_options(
@@ -415,18 +439,6 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
         fact = f"No slice up to {larger_slices[-1].chips} chips (target={larger_slices[-1].name}) is enough."
     smaller = "model" if request.search_batch or request.run.config.batch == 1 else "model or batch"
     return f"{fact} Use a smaller {smaller}."
-
-
-def _missing_compilers(request: SearchRequest) -> dict[str, str]:
-    """Return the requested slices for which this machine cannot compile, as a dict from name to reason."""
-    reasons = {}
-    for target in request.targets:
-        platform = get_platform(target.platform)
-        if not platform.compiles_without_devices:
-            reasons[target.name] = "its programs cannot be compiled without the devices"
-        elif (reason := platform.compiler_install_hint(target)) is not None:
-            reasons[target.name] = reason
-    return reasons
 
 
 def _print_missing_compilers(missing: dict[str, str], request: SearchRequest, console: Console) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from valkyrie.hardware.target import usable_hbm
-from valkyrie.search.compile.cache import earlier_compile_seconds
+from valkyrie.search.budget import describe_plan
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.request import SearchRequest
-from valkyrie.units import count_text, duration_text, memory_text
+from valkyrie.units import duration_text, memory_text
 
-USUAL_COMPILE_S = (50, 210)
-"""Quartiles of the durations of 125 compiles on two cores (experiments/search/compiled.json)."""
 LINE_INTERVAL_S = 30.0
 """Seconds between two lines about the current compile, if the output is not a terminal."""
 
@@ -49,22 +45,8 @@ class CompileProgress:
         self.console.print(
             f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
         )
-        self.console.print(self._describe_duration(), soft_wrap=True)
-
-    def _describe_duration(self) -> str:
-        usable_bytes = {usable_hbm(target.chip) for target in self.request.targets}
-        seconds = earlier_compile_seconds(self.request.run.model.parameter_count(), usable_bytes)
-        low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else USUAL_COMPILE_S
-        count = count_text(len(seconds), "earlier compile")
-        text = (
-            f"{count} of models of this size took about {_range_text(low_s, high_s)} s"
-            if seconds
-            else f"No model of this size was compiled here before. A compile often takes {_range_text(low_s, high_s)} s"
-        )
-        if self.request.budget_s is None:
-            return f"{text}."
-        fewest, most = (math.floor(self.request.budget_s / s) for s in (high_s, low_s))
-        return f"{text}: {_range_text(fewest, most)} would fit in mode.budget={self.request.mode.budget}."
+        for line in describe_plan(self.request, self.compiled_layouts):
+            self.console.print(line, soft_wrap=True)
 
     def print_result(self, compiled_layout: CompiledLayout, results: CompiledLayouts) -> None:
         """Print the result of a compile, the best layout so far, and what is left of the budget."""
@@ -109,8 +91,3 @@ class CompileProgress:
         chips = (layout.group.target.chips or 1) * layout.group.target.slices
         rate = self.request.step_tokens(layout.batch) / step_s / chips
         return f"{duration_text(step_s)} ({rate:,.0f} tokens/s/chip)"
-
-
-def _range_text(low: float, high: float) -> str:
-    """Format two numbers without decimals, such as `41 to 60`, or one if they are equal."""
-    return " to ".join(dict.fromkeys((f"{low:.0f}", f"{high:.0f}")))

@@ -1,14 +1,11 @@
-"""Sentences below the answer of a search: costs, ties, baselines, and what to try next."""
+"""Sentences below the answer of a search: costs, baselines, and what to try next."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from valkyrie.hardware.chips import describe_price
-from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
@@ -21,7 +18,7 @@ from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
 from valkyrie.search.shortlist import Shortlist, describe_chips
-from valkyrie.units import number_text, percent_text
+from valkyrie.units import number_text
 
 
 def collect_remarks(
@@ -34,14 +31,13 @@ def collect_remarks(
 ) -> list[str]:
     """Return the sentences below the table of an answer.
 
-    They state why an interval is unknown, costs by kind of chip and layouts that are as fast as the best one, compare
-    the best layout with baselines, and suggest unpadded attention heads and more compiles if useful. `rows` is the
-    table, the best first.
+    They state why an interval is unknown and costs by kind of chip, compare the best layout with baselines, and suggest
+    unpadded attention heads and more compiles if useful. `rows` is the table, the best first.
     """
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
     lines = [*describe_choices(request, best), *explain_batch(best), *describe_intervals(request, rows)]
-    lines += [*describe_costs(request, rows), *describe_ties(request, rows)]
+    lines += describe_costs(request, rows)
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
         text = f"The best layout is only estimated. {ratios}"
         if (count := len(compiled_layouts.layouts)) >= request.mode.compiles:
@@ -58,26 +54,7 @@ def collect_remarks(
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
         lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
-    return [*lines, *suggest_compile(request, rows)]
-
-
-def describe_missing_compiles(
-    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts
-) -> str:
-    """Explain that every number is an estimate, because the budget ended before a layout was compiled.
-
-    Returns "" if a layout was compiled or measured, or if none was compiled for another reason.
-    """
-    reason, budget_s = compiled_layouts.stop_reason, request.budget_s
-    if budget_s is None or compiled_layouts.layouts or "mode.budget" not in reason:
-        return ""
-    if any(row.stage is not Stage.estimate for row in rows):
-        return ""
-    return (
-        f"Every number is an estimate, because no layout was compiled: {reason}. For compiled numbers, use a longer "
-        f"budget: mode.budget={max(30, math.ceil(4 * budget_s / 60))}min. Finished compiles are stored, so the same "
-        "command continues after them."
-    )
+    return lines
 
 
 def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
@@ -157,38 +134,6 @@ def _with_range(value: float, low: float, high: float) -> str:
     return f"{number_text(value)} ({number_text(low * value)} to {number_text(high * value)})"
 
 
-def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return lines with the layouts on the same chips that are as fast as the best one, or may be faster.
-
-    Only times of the same source, compiled or measured, are called equal. Another line lists estimates whose interval
-    includes the time of the best layout, and the last one estimates whose whole interval is below it.
-    """
-    best, tied, unsure, faster = rows[0], list[int](), list[int](), list[int]()
-    chips_text = describe_chips(target_slice(request, best))
-    for place, row in enumerate(rows[1:], start=2):
-        if describe_chips(target_slice(request, row)) != chips_text:
-            continue
-        speedup = row.tokens_per_second_per_chip / best.tokens_per_second_per_chip
-        if row.stage is Stage.estimate:
-            unsure += [place] if row.low_s < speedup * row.step_s <= row.high_s else []
-            faster += [place] if row.high_s < speedup * row.step_s else []
-        elif row.stage is best.stage and speedup * EQUAL_RATIO >= 1:
-            tied.append(place)
-    lines = [f"Equally fast as #1, within {percent_text(EQUAL_RATIO - 1)}: {_format_places(tied)}."] if tied else []
-    if unsure:
-        lines.append(f"May be faster than #1, because their intervals include its time: {_format_places(unsure)}.")
-    if faster:
-        lines.append(f"Estimated to be faster than #1, but neither compiled nor measured: {_format_places(faster)}.")
-    return lines
-
-
-def _format_places(places: Sequence[int]) -> str:
-    """Format places of the table, such as `#2, #4` or, for more than two consecutive ones, `#2 to #5`."""
-    if len(places) > 2 and places[-1] - places[0] == len(places) - 1:
-        return f"#{places[0]} to #{places[-1]}"
-    return ", ".join(f"#{place}" for place in places)
-
-
 def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
     """Return a line for each reason why compiled layouts have no interval. It names their slices if there are others.
 
@@ -205,16 +150,6 @@ def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
         place = f" for {', '.join(slices)}" if len(slices) < len(request.targets) else ""
         lines.append(f"The interval of compiled layouts{place} is {reason}.")
     return lines
-
-
-def suggest_compile(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a line with the command that compiles the first estimated row on a slice that can be compiled for."""
-    for place, row in enumerate(rows, start=1):
-        platform = get_platform(target_slice(request, row).platform)
-        if row.stage is Stage.estimate and platform.compiles_without_devices:
-            command = compile_command(request, row)
-            return [f"To compile #{place}, or another row with its own settings: {command}"]
-    return []
 
 
 def _suggest_unpadded_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> UnpaddedHeads | None:

@@ -1,0 +1,139 @@
+"""Compares the budget of a search with how long its compiles probably take, and names a budget that suffices."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from valkyrie.config.arguments import abbreviate_search
+from valkyrie.hardware.target import usable_hbm
+from valkyrie.search import FIRST_RESULT_FACTOR
+from valkyrie.search.answer_record import RankedLayout, Stage
+from valkyrie.search.compile.cache import earlier_compile_seconds
+from valkyrie.search.compiling import CompiledLayouts
+from valkyrie.search.local_devices import missing_compilers
+from valkyrie.search.request import SearchRequest
+from valkyrie.search.shortlist import describe_chips
+from valkyrie.units import count_text, range_text
+
+USUAL_COMPILE_S = (50, 210)
+"""Quartiles of the durations of 125 compiles on two cores (experiments/search/compiled.json)."""
+UNKNOWN_BUDGET_MIN = 30
+"""Smallest budget in minutes to suggest if no model of this size was compiled before."""
+
+
+@dataclass(frozen=True)
+class CompileDurations:
+    """Quartiles of the seconds that a compile takes, and the number of earlier compiles of models of this size.
+
+    Without earlier compiles, the quartiles are `USUAL_COMPILE_S`.
+    """
+
+    low_s: float
+    high_s: float
+    count: int
+
+    def describe(self) -> str:
+        """Return a sentence without its full stop, such as `30 earlier compiles ... took about 76 to 160 s`."""
+        seconds = f"{range_text(self.low_s, self.high_s)} s"
+        if self.count:
+            return f"{count_text(self.count, 'earlier compile')} of models of this size took about {seconds}"
+        return f"No model of this size was compiled here before. A compile often takes {seconds}"
+
+
+def compile_durations(request: SearchRequest) -> CompileDurations:
+    """Return how long a compile of a search probably takes, from the compile cache."""
+    usable_bytes = {usable_hbm(target.chip) for target in request.targets}
+    seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_bytes)
+    low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else USUAL_COMPILE_S
+    return CompileDurations(low_s, high_s, len(seconds))
+
+
+def sufficient_budget(
+    request: SearchRequest, compiled_layouts: CompiledLayouts, durations: CompileDurations, stopped_s: float = 0.0
+) -> str:
+    """Return a `mode.budget` that probably suffices for a compile on each kind of chips without one.
+
+    `stopped_s` are the seconds after which a compile was stopped without a result. The budget is at least twice that.
+    """
+    minutes = max(_missing_compiles(request, compiled_layouts) * durations.high_s, 2 * stopped_s, 60.0) / 60
+    if stopped_s and not durations.count:
+        minutes = max(minutes, UNKNOWN_BUDGET_MIN)
+    return f"{math.ceil(minutes)}min"
+
+
+def search_command(request: SearchRequest, budget: str) -> str:
+    """Return the command of a search with another `mode.budget`. It continues in the same folder."""
+    arguments = [argument for argument in request.run.arguments if not argument.startswith("mode.budget=")]
+    return f"valkyrie-train {shlex.join(abbreviate_search([*arguments, f'mode.budget={budget}']))}"
+
+
+def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[str]:
+    """Return lines to print before the first compile: how long one takes, how many fit in the budget, and what to do.
+
+    If the budget is probably too short for a compile on each kind of chips, the second line has one that suffices, and
+    smaller questions.
+    """
+    durations = compile_durations(request)
+    if request.budget_s is None:
+        return [f"{durations.describe()}."]
+    limit_s, missing = compiled_layouts.budget_factor * request.budget_s, _missing_compiles(request, compiled_layouts)
+    fewest, most = (math.floor(request.budget_s / s) for s in (durations.high_s, durations.low_s))
+    count = range_text(fewest, most) if most else "none"
+    lines = [f"{durations.describe()}: {count} would fit in mode.budget={request.mode.budget}."]
+    if limit_s < durations.high_s:
+        compile_text = "next compile" if compiled_layouts.layouts else "first compile"
+        problem = f"The {compile_text} may not end within {limit_s:.0f} s, and its result would then be lost"
+    elif missing > 1 and request.budget_s < missing * durations.high_s:
+        problem = f"The budget may end before each of the {missing} kinds of chips has a compile"
+    else:
+        return lines
+    budget = sufficient_budget(request, compiled_layouts, durations)
+    remedy = f"mode.budget={budget} is probably enough. Finished compiles are kept."
+    if missing > 1:
+        remedy += f" For a smaller question, search one slice: target={request.targets[0].name}."
+    return [*lines, f"{problem}. {remedy} For estimates alone, in seconds: mode.compiles=0."]
+
+
+def describe_missing_compiles(
+    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts
+) -> str:
+    """Return a line with the slices of an answer that have only estimates because the budget ended.
+
+    The line ends with the command of the same search with a budget that probably suffices. Returns "" if every kind of
+    chips has a compile, if a layout was measured, or if compiling ended for another reason.
+    """
+    reason, budget_s = compiled_layouts.stop_reason, request.budget_s
+    compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
+    shown = {row.candidate.target for row in rows}
+    names = {chips: name for chips, name in _compiled_kinds(request).items() if name in shown}
+    missing = [name for chips, name in names.items() if chips not in compiled]
+    is_measured = any(row.stage is Stage.measure for row in rows)
+    if budget_s is None or not missing or is_measured or "mode.budget" not in reason:
+        return ""
+    stopped_s = 0.0 if compiled else FIRST_RESULT_FACTOR * budget_s
+    budget = sufficient_budget(request, compiled_layouts, compile_durations(request), stopped_s)
+    text = f"No layout on {', '.join(missing)} was compiled, so its rows are estimates: {reason}"
+    if not compiled:
+        text = f"Every number is an estimate, because no layout was compiled: {reason}"
+    return (
+        f"{text}. Finished compiles are kept. To continue, with a budget that is probably enough: "
+        f"{search_command(request, budget)}"
+    )
+
+
+def _missing_compiles(request: SearchRequest, compiled_layouts: CompiledLayouts) -> int:
+    """Return the number of kinds of chips without a compile, but at least 1."""
+    compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
+    return max(len(_compiled_kinds(request).keys() - compiled), 1)
+
+
+def _compiled_kinds(request: SearchRequest) -> dict[str, str]:
+    """Return the kinds and numbers of chips that this machine can compile for, each with the name of a slice."""
+    without_compiler = missing_compilers(request)
+    targets = (target for target in request.targets if target.name not in without_compiler)
+    return {describe_chips(target): target.name for target in targets}

@@ -1,0 +1,187 @@
+"""How sure the order of a search's answer is: the layouts that may be better than #1, and what would settle it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.problems import format_alternatives
+from valkyrie.report.words import EQUAL_RATIO
+from valkyrie.runs.columns import FORMATS
+from valkyrie.search.answer import compile_command, launch_command, layout_command
+from valkyrie.search.answer_record import RankedLayout, Stage
+from valkyrie.search.compile.correction import published_interval, published_runs_on
+from valkyrie.search.local_devices import has_devices
+from valkyrie.search.remarks import target_slice
+from valkyrie.search.request import SearchRequest
+from valkyrie.search.shortlist import describe_chips
+from valkyrie.units import count_text, duration_text, percent_text
+
+MAX_NAMED_RIVALS = 3
+"""Maximum number of rivals that a line names. It counts the others."""
+UNKNOWN_ERROR = 0.2
+"""Relative error that is assumed for a row without an interval: the largest that is shown for chips without runs."""
+
+_Cost = Callable[[RankedLayout], float]
+
+
+def describe_certainty(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return sentences on how sure it is that the first row is the best one.
+
+    They name the strongest rivals on the same chips and on other chips, the slice with the least accurate predictions,
+    if their errors may decide, and the commands that would settle which row is better. If the first row is only
+    estimated, that is the command that compiles it.
+    """
+    lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows)]
+    return [*lines, *filter(None, [_compile_text(request, rows[0], "First compile #1")])]
+
+
+def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return lines with the rows on the same chips that are as good as the first one, or may be better.
+
+    Only times of the same source, compiled or measured, are called equal. Another line has the estimated rows with
+    intervals that extend below the time of the first row by more than `EQUAL_RATIO`, and the last one those with their
+    whole interval below it.
+    """
+    best, cost, better = rows[0], _cost_function(request), _better(request)
+    tied, unsure, below = list[int](), list[int](), list[int]()
+    for place, row in _on_chips(request, rows, _chips(request, best)):
+        relative_cost = cost(row) / cost(best)
+        if row.stage is not Stage.estimate:
+            tied += [place] if row.stage is best.stage and relative_cost <= EQUAL_RATIO else []
+        elif relative_cost * row.high_s / row.step_s < 1:
+            below.append(place)
+        elif relative_cost * row.low_s / row.step_s < 1 / EQUAL_RATIO:
+            unsure.append(place)
+    lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
+    if tied:
+        lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
+    strongest = sorted(unsure, key=lambda place: _log_distance(cost, best, rows[place - 1]))
+    for places, text in (
+        (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
+        (strongest, f"Only estimated, and may be more than {tolerance} {better} than #1"),
+    ):
+        if places:
+            settle = _compile_text(request, rows[places[0] - 1], f" To settle it, compile #{places[0]}")
+            lines.append(f"{text}: {_name_rivals(places)}.{settle if best.stage is not Stage.estimate else ''}")
+    return lines
+
+
+def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Compare the first row with the best one on each other kind and number of chips. Empty without other chips."""
+    best, cost, better = rows[0], _cost_function(request), _better(request)
+    places: dict[str, int] = {}
+    for place, row in enumerate(rows, start=1):
+        places.setdefault(_chips(request, row), place)
+    others = sorted([*places.values()][1:], key=lambda place: _log_distance(cost, best, rows[place - 1]))
+    rivals = [place for place in others if _may_be_better(cost, best, rows[place - 1])]
+    if not rivals:
+        names = format_alternatives(None, [target_slice(request, rows[place - 1]).name for place in others] or [""])
+        text = f"#1 is {better} than every row on {names}, even at the slow end of its interval and their fast ends."
+        return [text] if others and all(rows[place - 1].interval for place in [1, *others]) else []
+    place, rival, named = rivals[0], rows[rivals[0] - 1], rivals[:MAX_NAMED_RIVALS]
+    text = format_alternatives(None, [_describe_row(rows[place - 1], place) for place in named])
+    text += f" (and {count_text(len(rivals) - len(named), 'more slice')})" if len(rivals) > len(named) else ""
+    why = "their intervals overlap" if best.interval and rival.interval else "an interval is unknown"
+    lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}."]
+    lines += _describe_accuracy(request, [best, *(rows[place - 1] for place in rivals)])
+    if best.stage is Stage.estimate:
+        return lines
+    if settle := _compile_text(request, rival, f"To settle it, first compile #{place}"):
+        return [*lines, settle]
+    limit = duration_text(best.step_s * cost(rival) / cost(best))
+    settle = (
+        f"To settle it, measure #1 on {best.candidate.target}: above {limit} a step, #{place} is {better} as predicted"
+    )
+    command = layout_command(request, best, ["mode=measure"])
+    if not has_devices(target_slice(request, best)):
+        command = launch_command(request, best, command)
+    return [*lines, f"{settle}." if command is None else f"{settle}: {command}"]
+
+
+def _describe_accuracy(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a sentence that names the slice with the least accurate predictions, and the runs behind them.
+
+    Empty if the predictions of all slices are as accurate, or for chips or models without published runs.
+    """
+    errors: dict[str, float] = {}
+    recipes: dict[str, int] = {}
+    for row in rows:
+        chip = target_slice(request, row).chip
+        if chip is None or chip.replay.factor is not None or (row.stage is Stage.compile and row.interval is None):
+            return []
+        runs = published_runs_on(chip.platform)
+        if (interval := published_interval(runs, chip.name, 1.0)) is None:
+            return []
+        errors[chip.name] = interval.high - 1
+        recipes[chip.name] = len({run.family for run in runs if run.chip == chip.name})
+    worst = max(errors, key=lambda name: errors[name])
+    others = [f"{name} {percent_text(error)} ({_recipes_text(recipes[name])})" for name, error in errors.items()]
+    others = [text for name, text in zip(errors, others, strict=True) if name != worst]
+    if not others or max(errors.values()) - min(errors.values()) < 0.005:
+        return []
+    return [
+        f"Compiled predictions are the least accurate for {worst}: off by up to {percent_text(errors[worst])} "
+        f"({_recipes_text(recipes[worst])}); for {', '.join(others)}."
+    ]
+
+
+def _recipes_text(count: int) -> str:
+    return f"{count_text(count, 'published recipe')} on it" if count else "no published run on it"
+
+
+def _describe_row(row: RankedLayout, place: int) -> str:
+    interval = "interval unknown" if row.interval is None else FORMATS["range"](row.interval)
+    return f"#{place} on {row.candidate.target} ({row.stage.adjective}, {interval})"
+
+
+def _compile_text(request: SearchRequest, row: RankedLayout, text: str) -> str:
+    """Return `text` with the command that compiles an estimated row, or "" if it cannot be compiled on this machine."""
+    platform = get_platform(target_slice(request, row).platform)
+    if row.stage is not Stage.estimate or not platform.compiles_without_devices:
+        return ""
+    return f"{text}: {compile_command(request, row)}"
+
+
+def _name_rivals(places: Sequence[int]) -> str:
+    named = [f"#{place}" for place in places[:MAX_NAMED_RIVALS]]
+    others = len(places) - len(named)
+    return f"{', '.join(named)} and {others} more" if others else ", ".join(named)
+
+
+def _better(request: SearchRequest) -> str:
+    return "cheaper" if request.ranks_by_price else "faster"
+
+
+def _cost_function(request: SearchRequest) -> _Cost:
+    """Return the function that rows are ranked by: dollars per token, or else step time or chip-seconds per token."""
+    if request.ranks_by_price:
+        return lambda row: row.usd_per_million_tokens or math.inf
+    return (lambda row: 1 / row.tokens_per_second_per_chip) if request.search_batch else (lambda row: row.step_s)
+
+
+def _ends(row: RankedLayout) -> tuple[float, float]:
+    """Return the ends of a row's interval, or of the assumed one, relative to its step time."""
+    if row.stage is not Stage.measure and row.interval is None:
+        return 1 / (1 + UNKNOWN_ERROR), 1 + UNKNOWN_ERROR
+    return row.low_s / row.step_s, row.high_s / row.step_s
+
+
+def _may_be_better(cost: _Cost, best: RankedLayout, row: RankedLayout) -> bool:
+    return cost(row) * _ends(row)[0] < cost(best) * _ends(best)[1]
+
+
+def _log_distance(cost: _Cost, best: RankedLayout, row: RankedLayout) -> float:
+    """Return the distance of two rows in units of the widths of their intervals. Strong rivals have a small one."""
+    (best_low, best_high), (low, high) = _ends(best), _ends(row)
+    return math.log(cost(row) / cost(best)) / (math.hypot(math.log(best_high / best_low), math.log(high / low)) or 1e-9)
+
+
+def _on_chips(request: SearchRequest, rows: Sequence[RankedLayout], chips: str) -> list[tuple[int, RankedLayout]]:
+    """Return the places and rows after the first that are on these chips."""
+    return [(place, row) for place, row in enumerate(rows[1:], start=2) if _chips(request, row) == chips]
+
+
+def _chips(request: SearchRequest, row: RankedLayout) -> str:
+    return describe_chips(target_slice(request, row))
