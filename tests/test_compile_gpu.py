@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 
 import valkyrie
-from helpers import compose_run
+from helpers import compose_config, compose_run
 from valkyrie.compiled.collectives import Collective
 from valkyrie.compiled.flops import AttentionSize, ProductSize
+from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.figures import GpuFigures
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, gpu
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, TargetConfig, build_topology
-from valkyrie.machine.gpu_network import NVLINK, NcclModel
+from valkyrie.machine.gpu_network import NVLINK, PCIE, NcclModel
 from valkyrie.machine.gpu_operations import GpuOpCostModel
 from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import Machine
 from valkyrie.parallel.axis_links import DCN
+from valkyrie.parallel.slice import Slice
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
@@ -179,9 +181,9 @@ def test_positions_on_gpus_name_host_and_gpu_and_a_target_is_read_from_json(tmp_
 
 
 def network(target_name: str) -> NcclModel:
-    target = parse_target(target_name)
+    target = Slice.from_target(parse_target(target_name))
     assert target.chip is not None and target.chips is not None
-    positions = tuple(Position(0, (i // 8, 0, i % 8), 0) for i in range(target.chips))
+    positions = target.positions((target.chips,), ("x",))
     return NcclModel(Machine(target.chip, build_topology(target), positions, {"x": target.chips}))
 
 
@@ -209,6 +211,55 @@ def test_collectives_between_nodes_use_the_network_card_of_every_gpu():
     assert h100.cost(collective("all-reduce", np.arange(64)[None], size)).busy_s[DCN] == pytest.approx(
         2 * whole.busy_s[DCN]
     )
+
+
+def test_an_nvlink_domain_spans_hosts():
+    gb200 = parse_target("gb200-72")
+    assert (gb200.hosts, gb200.domain_hosts, build_topology(gb200).domain_chips) == (18, 18, 72)
+    assert [parse_target(f"gb200-{chips}").domain_hosts for chips in (4, 64, 128, 144)] == [1, 16, 16, 18]
+    size, pair = 2.0**30, network("gb200-144")
+    domains, across = np.arange(144).reshape(2, 72), np.arange(144).reshape(2, 72).T
+    assert set(pair.cost(collective("all-gather", domains, size)).busy_s) == {NVLINK}
+    outer = pair.cost(collective("all-gather", across, size))
+    assert outer.busy_s[DCN] == pytest.approx(size / 2 / (50e9 * 0.9))
+    positions = valkyrie.slice("gb200-144").positions((144,), ("x",))
+    assert positions[71:73] == (Position(0, (0, 17, 3), 0), Position(0, (1, 0, 0), 0))
+
+
+def test_a_mesh_that_splits_a_domain_unevenly_waits_for_the_network_and_says_so():
+    even, uneven = network("h100-24"), network("h100-24")
+    size = 2.0**28
+    inside = even.cost(collective("all-gather", np.arange(24).reshape(6, 4), size))
+    split = uneven.cost(collective("all-gather", np.arange(24).reshape(4, 6), size))
+    assert not even.notes and set(inside.busy_s) == {NVLINK} and split.total_s > 3 * inside.total_s
+    (note,) = uneven.notes
+    assert (
+        "groups of 6 GPUs unevenly" in note and f"{split.total_s / uneven._nvlink_s('all-gather', size, 6):.1f}" in note
+    )
+
+
+def test_cards_without_nvlink_exchange_over_pcie():
+    card, h100 = network("rtx6000pro-8"), network("h100-8")
+    group = np.arange(8)[None]
+    large, small = (card.cost(collective("all-reduce", group, size)) for size in (2.0**30, 1024.0))
+    assert 37e9 < 2 * 7 / 8 * 2**30 / large.total_s < 50e9, "measured bus bandwidth: 37.6 to 41.7 GB/s"
+    assert small.total_s == h100.cost(collective("all-reduce", group, 1024.0)).total_s
+    assert set(large.busy_s) == {PCIE} and len(card.notes) == 1 and not h100.notes
+
+
+@pytest.mark.parametrize("capability", ["9", "9.0b", "sm_90", "9.0.0", "-9.0"])
+def test_a_malformed_capability_is_refused(capability: str):
+    h100 = known_chips()["h100"]
+    assert h100.gpu is not None
+    (problem,) = replace(h100, gpu=replace(h100.gpu, capability=capability)).problems()
+    assert problem.key == "target.chip.gpu.capability" and str(problem).startswith(f"{problem.key}={capability} ")
+
+
+def test_products_that_a_gpu_cannot_compute_are_refused():
+    fp8 = ("model=gpt_tiny", "mesh=8x1x1", "partition=fsdp", "batch=16", "precision=fp8")
+    for target, refused in (("a100-8", ["precision.products"]), ("h100-8", []), ("v4-16", [])):
+        run = Run.from_config(compose_config(*fp8, f"target={target}"))
+        assert [problem.key for problem in run.problems()] == refused
 
 
 def test_kernels_take_longer_while_a_collective_is_in_flight():

@@ -27,6 +27,7 @@ from valkyrie.paths import conf_dir
 from valkyrie.search.compile import cache, replayed
 
 TPUS = [chip for chip in known_chips().values() if chip.platform == "tpu"]
+GPUS = [chip for chip in known_chips().values() if chip.platform == "gpu"]
 
 
 def target(name: str, **changes: object) -> TargetConfig:
@@ -42,14 +43,29 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
     assert unknown == absent | (set() if chip.name in ("v5e", "v6e") else {"single_host_chips"})
     assert chip.hbm_gib is not None and chip.usable_hbm_gib is not None and chip.hbm_gib > 0
     assert 0.95 < chip.usable_hbm_gib / chip.hbm_gib < 1.01
-    for line in (conf_dir() / "target" / "chip" / f"{chip.name}.yaml").read_text().splitlines():
-        if re.search(r"(: +[0-9]|bounds)", line.partition("#")[0]):
-            assert re.search(r"  # \S", line), line
+    assert not lines_without_source(chip)
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+def test_every_gpu_has_all_figures_with_their_sources(chip: ChipConfig):
+    assert chip.gpu is not None and not get_platform("gpu").missing_figures(chip, "bfloat16", 2)
+    assert chip.hbm_gib and chip.usable_hbm_gib and 0.95 < chip.usable_hbm_gib / chip.hbm_gib <= 1
+    assert chip.estimate and 0.7 < chip.gpu.best_tflops / chip.peak_tflops["bfloat16"] < 0.9
+    assert not lines_without_source(chip)
+
+
+def lines_without_source(chip: ChipConfig) -> list[str]:
+    """Return the lines of a chip's YAML with a figure and no comment, before `gpu`."""
+    text = (conf_dir() / "target" / "chip" / f"{chip.name}.yaml").read_text()
+    lines = text.partition("\ngpu:")[0].splitlines()
+    figures = (line for line in lines if re.search(r"(: +[0-9]|bounds)", line.partition("#")[0]))
+    return [line for line in figures if not re.search(r"  # \S", line)]
 
 
 def test_a_price_is_shown_with_its_source():
     for chip in known_chips().values():
-        assert chip.usd_per_hour_source and chip.usd_per_hour_source in describe_price(chip)
+        assert bool(chip.usd_per_hour_source) is (chip.usd_per_hour is not None)
+        assert chip.usd_per_hour_source in describe_price(chip)
     changed = describe_price(dataclasses.replace(known_chips()["v5e"], usd_per_hour=0.5))
     assert "$0.50 " in changed and "target.chip.usd_per_hour" in changed, "not the source of the shipped price"
     assert describe_price(ChipConfig("nod")) == ""

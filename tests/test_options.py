@@ -12,6 +12,7 @@ import pytest
 from helpers import compose_run
 from machines import needs_libtpu
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
@@ -20,6 +21,7 @@ from valkyrie.search.compile.runner import compile_layout
 from valkyrie.train.options import CHIP, USER, VALKYRIE, Option, collect_options, explain_refusal
 from valkyrie.train.program import StepProgram
 
+TPU = get_platform("tpu")
 KEY = "target.chip.xla_options"
 GATHERS = "xla_enable_async_all_gather"
 ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
@@ -93,20 +95,24 @@ def test_a_list_is_refused_as_the_value_of_an_option(command: Any):
 
 
 def test_compiler_errors_about_options_are_explained():
-    unknown = explain_refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
+    unknown = explain_refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'", TPU)
     assert unknown is not None
     assert unknown.startswith(f"{KEY}.xla_enable_async_all_gathers: ")
     assert f"Did you mean {GATHERS}?" in unknown
-    unreadable = explain_refusal(f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.")
+    unreadable = explain_refusal(
+        f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.", TPU
+    )
     assert unreadable is not None
     assert unreadable.startswith(f"{KEY}.{GATHERS}=maybe: the compiler")
     assert unreadable.endswith("Options are: auto.")
     message = "INVALID_ARGUMENT: No such compile option: 'xla_nothing'"
-    assert str(explain_refusal(message, in_python=True)).startswith('options={"xla_nothing": ...}: the compiler')
-    for_gpus = explain_refusal(message.replace("xla_nothing", "xla_gpu_nothing")) or ""
+    assert str(explain_refusal(message, TPU, in_python=True)).startswith('options={"xla_nothing": ...}: the compiler')
+    for_gpus = explain_refusal(message, get_platform("gpu")) or ""
     assert "jaxlib" in for_gpus and "libtpu" not in for_gpus
+    message = message.replace("xla_nothing", "xla_gpu_enable_triton_gem")
+    assert "Did you mean xla_gpu_enable_triton_gemm?" in (explain_refusal(message, get_platform("gpu")) or "")
     out_of_memory = "RESOURCE_EXHAUSTED: out of memory"
-    assert explain_refusal(out_of_memory) is None
+    assert explain_refusal(out_of_memory, TPU) is None
 
 
 @needs_libtpu

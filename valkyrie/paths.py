@@ -234,7 +234,7 @@ def read_defaults(path: Path) -> list[Any]:
 
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
-    """Read `GROUP/NAME.yaml` as the dataclass `schema`, without its defaults list.
+    """Read `GROUP/NAME.yaml` as the dataclass `schema`. Of its defaults list, only files of the same folder count.
 
     A shipped YAML takes precedence over the user's. Raises KeyError if neither exists.
     """
@@ -254,8 +254,9 @@ def _parse_config(path: Path, modified_ns: int, schema: type) -> DictConfig:
 
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig), path
-    values.pop("defaults", None)
-    merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+    files = (path.with_name(f"{name}.yaml") for name in values.pop("defaults", []))
+    bases = [_parse_config(file, file.stat().st_mtime_ns, schema) for file in files if file.is_file()]
+    merged = OmegaConf.merge(OmegaConf.structured(schema), *bases, values)
     assert isinstance(merged, DictConfig), path
     return merged
 

@@ -29,7 +29,7 @@ from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import BatchSizes, resolve_batches
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
-from valkyrie.parallel.on_target import target_problems
+from valkyrie.parallel.on_target import product_problems, target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
@@ -345,6 +345,7 @@ class Run:
         problems += [*check_range("seed", c.seed, least=0, most=MAX_SEED), *self._name_problems()]
         problems += [] if c.mode.accepts_untrainable_models else self._task_problems()
         keys = {problem.key for problem in (*problems, *hardware_problems)}
+        problems += product_problems(c.target, c.precision)
         value_problems = (*refusals.empty_text_problems(self.arguments), *refusals.infinite_number_problems(asdict(c)))
         problems += [problem for problem in value_problems if problem.key not in keys]
         if not problems:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 @dataclass
@@ -42,13 +45,14 @@ class GpuFigures:
         l2_bytes: Size of the L2 cache.
         shared_bytes: Shared memory of a multiprocessor.
         nvlinks: NVLinks of a GPU; 0 for PCIe only.
+        domain_hosts: Largest number of hosts whose GPUs NVLink joins into one domain (NVL72: 18).
         best_tflops: Achieved TFLOP/s of the fastest matrix product in bfloat16.
         products: Achieved TFLOP/s of products by dtype, for m, n and k in 256, 1024 and 4096, with k varying fastest.
             Without any, those of the H100 are scaled by `best_tflops`.
         attention: Achieved TFLOP/s of attention's forward kernel at head size 128, by the number of keys.
-        collectives: Bytes of the whole array by time, in GB/s, for the GPUs of a node: by kind, by the number of
-            GPUs, and for 64 KiB, 1, 4, 16, 64 and 256 MiB, and 1 GiB. Without any, those of the H100 are scaled by
-            `switch_gbs`.
+        collectives: Bytes of the whole array by time, in GB/s, for the GPUs of an NVLink domain: by kind, by the number
+            of GPUs, and for 64 KiB, 1, 4, 16, 64 and 256 MiB, and 1 GiB. Without any, those of the H100 are used, with
+            the time beyond that of 64 KiB scaled by `switch_gbs`.
     """
 
     capability: str = ""
@@ -58,6 +62,7 @@ class GpuFigures:
     l2_bytes: int = 0
     shared_bytes: int = 0
     nvlinks: int = 0
+    domain_hosts: int = 1
     best_tflops: float = 0.0
     products: dict[str, list[float]] = field(default_factory=dict)
     attention: dict[int, float] = field(default_factory=dict)
@@ -68,3 +73,16 @@ class GpuFigures:
         """Major and minor number of `capability`."""
         major, minor = self.capability.removesuffix("a").split(".")
         return int(major), int(minor)
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each figure that is malformed or out of range. A figure may be missing (0 or empty)."""
+        key, problems = "target.chip.gpu", []
+        if self.capability and not re.fullmatch(r"[1-9][0-9]*\.[0-9]a?", self.capability):
+            text = (
+                f"{key}.capability={self.capability} is no CUDA compute capability. Write two numbers with a dot, such "
+                "as 8.0 for an A100, or 9.0a for an H100."
+            )
+            problems.append(Problem(ProblemCode.malformed, f"{key}.capability", self.capability, text))
+        for name in ("sms", "fp32_units", "clock_ghz", "l2_bytes", "shared_bytes", "nvlinks", "best_tflops"):
+            problems += check_range(f"{key}.{name}", getattr(self, name), least=0)
+        return problems + check_range(f"{key}.domain_hosts", self.domain_hosts, least=1)

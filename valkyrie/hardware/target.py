@@ -21,6 +21,7 @@ from valkyrie.hardware.slices import (
 )
 from valkyrie.precision import DType
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor, raise_problems
+from valkyrie.units import count_text
 
 AUTO_TARGET = "auto"
 """Name of the default target: the devices of this machine."""
@@ -66,7 +67,7 @@ class ChipConfig:
         single_host_chips: Largest slice on a single host, in chips, if it exceeds `host_bounds`.
         dcn_gbs_per_host: GB/s one way out of a host of `host_bounds` over the data-centre network; larger hosts have
             proportionally more.
-        switch_gbs: GB/s one way from a chip to the others of its host through a switch (NVLink).
+        switch_gbs: GB/s one way from a chip to the others of its host, or of its NVLink domain, through a switch.
         max_chips: Chips of the largest slice.
         units_in_name: Units per chip that the N of a name like `v4-N` counts (2 for v4, where N counts cores).
         aliases: Other prefixes of such names (`v5litepod-N`).
@@ -142,7 +143,7 @@ class ChipConfig:
         """Return a problem for each setting that is illegal or contradicts another."""
         if invalid := platform_problems("target.chip.platform", self.platform):
             return invalid
-        problems = []
+        problems = [] if self.gpu is None else self.gpu.problems()
         for name in ("devices", "ici_axes", "max_chips", "cores", "units_in_name", "single_host_chips"):
             problems += check_range(f"target.chip.{name}", getattr(self, name), least=1)
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
@@ -223,6 +224,12 @@ class TargetConfig:
         """Number of JAX devices in all slices, or None if `chips` is not set."""
         return None if self.chips is None else self.chips * (self.chip.devices if self.chip else 1) * self.slices
 
+    @property
+    def domain_hosts(self) -> int:
+        """Hosts whose chips one switch joins. Domains are equal, so that this divides `hosts` (32 hosts: two of 16)."""
+        most = self.chip.gpu.domain_hosts if self.chip is not None and self.chip.gpu is not None else 1
+        return max(n for n in range(1, most + 1) if self.hosts % n == 0)
+
     def describe(self) -> str:
         """Return the name, with chips, topology and hosts if known: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
         if self.chips is None or self.chip is None:
@@ -231,6 +238,8 @@ class TargetConfig:
         shape = f" {self.topology}" if self.topology and size != self.topology else ""
         per_slice = f" in each of {self.slices} slices" if self.slices > 1 else ""
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
+        if self.chip.gpu is not None and self.chip.gpu.domain_hosts > 1:
+            hosts += f" in {count_text(self.hosts // self.domain_hosts, 'NVLink domain')}"
         return f"{self.name} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{per_slice})"
 
     def record(self) -> TargetRecord:
@@ -385,6 +394,7 @@ class Topology:
         slices: Tori joined by the data-centre network.
         devices_per_chip: JAX devices that share a chip's links.
         twisted: Rings along the shortest axes close with a shift by half of the longer axes.
+        domain_hosts: Hosts whose chips one switch joins, on platforms without a torus.
     """
 
     shape: tuple[int, ...]
@@ -393,6 +403,12 @@ class Topology:
     slices: int = 1
     devices_per_chip: int = 1
     twisted: bool = False
+    domain_hosts: int = 1
+
+    @property
+    def domain_chips(self) -> int:
+        """Chips that one switch joins, on platforms without a torus."""
+        return math.prod(self.host_bounds) * self.domain_hosts
 
     @property
     def wrap_shifts(self) -> tuple[tuple[int, ...], ...]:
@@ -450,7 +466,7 @@ def build_topology(target: TargetConfig) -> Topology:
     devices = chip.devices if chip else 1
     if chip is None or shape is None:
         bounds = (-(-target.chips // target.hosts),)
-        return Topology((target.chips,), (False,), bounds, target.slices, devices)
+        return Topology((target.chips,), (False,), bounds, target.slices, devices, domain_hosts=target.domain_hosts)
     bounds, twisted = chip.slices.host_shape(shape), is_twisted_name(target.topology)
     return Topology(shape, chip.slices.closed_axes(shape), bounds, target.slices, devices, twisted)
 

@@ -111,6 +111,7 @@ class LinkModel:
         Raises ValueError if the chip's `ici_link_gbs` is unknown.
         """
         chip = machine.chip
+        self.notes: dict[str, None] = {}
         if chip.ici_link_gbs is None:
             raise ValueError(
                 f"target.chip={chip.name} sets no ici_link_gbs, the link bandwidth, which a replay needs. Set "

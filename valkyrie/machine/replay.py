@@ -124,7 +124,9 @@ class OperationModel(Protocol):
 
 
 class NetworkModel(Protocol):
-    """Computes the costs of collectives."""
+    """Computes the costs of collectives. `notes` has the assumptions made so far as keys."""
+
+    notes: dict[str, None]
 
     def cost(self, collective: Collective) -> CollectiveCost:
         """Return the cost of one run of a collective."""
@@ -229,7 +231,7 @@ class _Replayer:
             self._notes["the module is not scheduled: instructions are replayed in the order of the file"] = None
         self._replay_computation(self._module.entry)
         totals = self._totals
-        notes = [*self._notes, *self._ops.notes]
+        notes = [*self._notes, *self._ops.notes, *self._network.notes]
         return Replay(
             step_s=self._links.now_s,
             parts=[StepPart(kind, axes, seconds) for (kind, axes), seconds in totals.seconds.items()],

@@ -282,8 +282,11 @@ def _torus_factors(
 
 
 def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Factor, ...]:
-    """Return a mesh axis's factors over hosts and over the devices of a host, or () for an axis of size 1."""
-    stride, host_size = 1, math.prod(topology.host_bounds)
+    """Return a mesh axis's factors over hosts and over the devices of a host, or () for an axis of size 1.
+
+    Hosts that a switch joins (`Topology.domain_hosts`) count as one.
+    """
+    stride, host_size = 1, topology.domain_chips
     for factor_axis, size in reversed(filling[0]):
         if factor_axis == axis:
             host_part = max(min(host_size // stride, size), 1)

@@ -1,10 +1,12 @@
-"""Checks that a mesh has as many devices and slices as the target, and suggests alternatives. Does not import JAX."""
+"""Checks that a mesh and a precision suit the target, and suggests alternatives. Does not import JAX."""
 
 from __future__ import annotations
 
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Problem, ProblemCode
 from valkyrie.units import count_text
 
@@ -35,6 +37,22 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
         )
         return [Problem(ProblemCode.slice_count, "target.slices", target.slices, text, size=mesh.slices)]
     return []
+
+
+def product_problems(target: TargetConfig, precision: PolicyConfig) -> list[Problem]:
+    """Return a problem if the chip cannot multiply the dtype of `precision.products` and its platform refuses that."""
+    chip, products = target.chip, precision.products
+    if products is None or chip is None or get_platform(chip.platform).converts_unlisted_products:
+        return []
+    dtype = products.value
+    if dtype in chip.peak_tflops:
+        return []
+    text = (
+        f"precision.products={dtype}: {chip.name} has no such matrix products, and XLA would compute them in "
+        f"{precision.compute.value}. Use precision=bf16_mixed or another chip. If the chip has them, set "
+        f"target.chip.peak_tflops.{dtype}."
+    )
+    return [Problem(ProblemCode.conflict, "precision.products", dtype, text)]
 
 
 def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:

@@ -148,10 +148,13 @@ def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
         for core in range(topology.devices_per_chip)
     )
     devices = [DeviceStub(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(positions)]
-    if chip.ici_axes is None:  # the coordinates of a GPU are its host, 0, and its number in the host
-        per_host = topology.host_bounds[0]
-        coords_by_id = ((i // per_host, 0, i % per_host) for i in range(topology.devices))
-        return [DeviceStub(i, kind, c, 0, 0, c[0], target.platform) for i, c in enumerate(coords_by_id)]
+    if chip.ici_axes is None:  # the coordinates of a GPU are its domain, its host there, and its number in the host
+        per_host, domain_hosts = topology.host_bounds[0], topology.domain_hosts
+        hosts = ((i, *divmod(i // per_host, domain_hosts)) for i in range(topology.devices))
+        return [
+            DeviceStub(i, kind, (domain, host, i % per_host), 0, 0, i // per_host, target.platform)
+            for i, domain, host in hosts
+        ]
     bounds = (*topology.host_bounds, *(1,) * (3 - len(topology.host_bounds)))
 
     def host_key(device: DeviceStub) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from valkyrie.data.batches import Dataset
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.train.generate import continuation
 from valkyrie.train.options import explain_option_errors
 from valkyrie.train.program import StepProgram
@@ -31,7 +32,7 @@ class Evaluator:
             for number, batch in enumerate(loader):
                 if batches is not None and number >= batches:
                     break
-                with explain_option_errors():
+                with explain_option_errors(get_platform(program.backend)):
                     result = program.evaluate(parameters, program.place(batch), self._references)
                 sums.append(jax.block_until_ready(result))
         totals = {key: float(np.sum([np.asarray(s[key], np.float64) for s in sums])) for key in sums[0]}

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from valkyrie.foreign_errors import unknown_option, unreadable_option
 from valkyrie.hardware.chips import known_chips
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.problems import suggest
 
@@ -99,8 +99,8 @@ def option_text(value: object) -> str | None:
 
 
 @contextlib.contextmanager
-def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
-    """Turn XLA's errors about options into OptionRefusedError.
+def explain_option_errors(platform: Platform, *, in_python: bool = False) -> Iterator[None]:
+    """Turn errors of a platform's compiler about options into OptionRefusedError.
 
     `in_python`: whether the options come from the argument `options=` of `valkyrie.predict`, not from the config.
     """
@@ -109,29 +109,30 @@ def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if reason := explain_refusal(str(error), in_python=in_python):
+        if reason := explain_refusal(str(error), platform, in_python=in_python):
             raise OptionRefusedError(reason) from None
         raise
 
 
-def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
-    """Explain a compiler error about an option. Returns None for other errors.
+def explain_refusal(message: str, platform: Platform, *, in_python: bool = False) -> str | None:
+    """Explain an error of a platform's compiler about an option. Returns None for other errors.
 
     The message refers to the config key of the option or, with `in_python`, to the argument `options=`.
     """
     if name := unknown_option(message):
-        names = {option for chip in known_chips().values() for option in chip.xla_options}
+        chips = (chip for chip in known_chips().values() if chip.platform == platform.name)
+        names = {option for chip in chips for option in chip.xla_options} | {*platform.step_options(0, devices=2)}
         suggestion = suggest(name, sorted(names))
         hint = f" Did you mean {suggestion}? Otherwise," if suggestion else ""
         default = "" if in_python else f", or set {OPTIONS_KEY}.{name}=null if it is a default of the chip"
         setting = f'options={{"{name}": ...}}' if in_python else f"{OPTIONS_KEY}.{name}"
         remedy = f"{'remove' if hint else 'Remove'} it{default}."
-        return f"{setting}: {_compiler_name(name)} has no such option.{hint} {remedy}"
+        return f"{setting}: {_compiler_name(platform)} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details
         cause = f" {reason}." if reason else ""
         setting = f'options={{"{name}": "{value}"}}' if in_python else f"{OPTIONS_KEY}.{name}={value}"
-        return f"{setting}: {_compiler_name(name)} cannot parse this value.{cause}"
+        return f"{setting}: {_compiler_name(platform)} cannot parse this value.{cause}"
     return None
 
 
@@ -148,8 +149,8 @@ def _version_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _compiler_name(option: str) -> str:
-    package = get_platform("gpu" if option.startswith("xla_gpu_") else "tpu").compiler_packages[0]
+def _compiler_name(platform: Platform) -> str:
+    package = platform.compiler_packages[0]
     try:
         return f"the compiler ({package} {metadata.version(package)})"
     except metadata.PackageNotFoundError:

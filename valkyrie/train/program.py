@@ -148,7 +148,7 @@ class StepProgram:
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the train step for the mesh. Raises OptionRefusedError if the compiler rejects an option."""
         lowered = self.lower_step()
-        with explain_option_errors():
+        with explain_option_errors(get_platform(self.backend)):
             return lowered.compile()
 
     def lower_step(self) -> jax.stages.Lowered:

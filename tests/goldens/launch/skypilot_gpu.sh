@@ -1,5 +1,5 @@
 # mine on h100-16 (16 h100 chips, 2 hosts)
-# cost of 16 h100 chips: $172.80 per hour at the list price of $10.80 per chip-hour, spot price unknown (set
+# cost of 16 h100 chips: $36.64 per hour at the list price of $2.29 per chip-hour, spot price unknown (set
 # spot_usd_per_hour=)
 # 1. write the task
 cat > mine.sky.yaml <<'END'

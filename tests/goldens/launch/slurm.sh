@@ -1,6 +1,6 @@
 # mine on h100-16 (16 h100 chips, 2 hosts)
-# cost of 16 h100 chips: $6,307.20 for 36.5 hours ($172.80 per hour) at the list price of $10.80 per chip-hour, spot
-# price unknown (set spot_usd_per_hour=)
+# cost of 16 h100 chips: $1,337.36 for 36.5 hours ($36.64 per hour) at the list price of $2.29 per chip-hour, spot price
+# unknown (set spot_usd_per_hour=)
 # 1. write the job
 cat > mine.sbatch <<'END'
 #!/bin/bash

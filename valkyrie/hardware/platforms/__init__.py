@@ -53,6 +53,8 @@ class Platform(ABC):
         memory_setting: The setting that limits the memory a program may use.
         overlap_options: Compiler options with which a program that nearly fills the memory overlaps communication.
         peak_has_code: The result of `peak_bytes` includes the program's code.
+        converts_unlisted_products: Products in a dtype that `ChipConfig.peak_tflops` does not list are compiled, in a
+            wider dtype. Otherwise, such a precision is refused.
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
         replay: Key in `valkyrie.search.compile.replayed.REPLAY_MODELS` of the cost models that replay its compiled
             programs, or None.
@@ -85,6 +87,7 @@ class Platform(ABC):
     memory_setting: str = "target.chip.usable_hbm_gib"
     overlap_options: Mapping[str, str] = MappingProxyType({})
     peak_has_code: bool = True
+    converts_unlisted_products: bool = True
     has_estimate_errors: bool = False
     replay: str | None = None
     replay_note: str | None = None

@@ -51,6 +51,7 @@ class Gpu(Platform):
     compiles_without_devices = True
     compiler_packages = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
     memory_setting = _MEMORY_FRACTION
+    converts_unlisted_products = False
     replay = "xla_gpu"
     replay_note = (
         "replayed times on GPUs are not corrected. 16 published runs of JAX programs took 1.00 to 1.41 times their "
@@ -161,7 +162,8 @@ class Gpu(Platform):
             raise ValueError(problem)
         from jax.experimental import topologies
 
-        shape, config = f"{target.hosts}x1x{target.chips // target.hosts}", _target_config(chip)
+        domains, config = target.hosts // target.domain_hosts, _target_config(chip)
+        shape = f"{domains}x{target.domain_hosts}x{target.chips // target.hosts}"
         # JAX refuses a program with devices of two descriptions, even of the same topology.
         if (key := (shape, config)) not in _described_devices:
             described = topologies.get_topology_desc(platform="cuda", topology=shape, target_config=config)

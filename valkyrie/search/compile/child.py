@@ -165,7 +165,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
 
     run, platform, start_time = program.run, get_platform(program.backend), time.perf_counter()
     try:
-        with explain_option_errors():
+        with explain_option_errors(platform):
             compiled, options = compile_within_memory(program.options, lowered.compile, platform)
             compiled, options = _overlap(program, compiled, options, lowered.compile)
     except Exception as error:

@@ -239,7 +239,7 @@ def _compile_in_process(
         return lowered.compile(compiler_options=compiler_options or texts or None)
 
     try:
-        with explain_option_errors(in_python=True), without_cache():
+        with explain_option_errors(platform, in_python=True), without_cache():
             compiled, used_options = compile_within_memory(list(options), compile, platform)
             peak = peak_without_host(compiled, compile, used_options, platform)
     except jax.errors.JaxRuntimeError as error:

@@ -91,7 +91,7 @@ def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
 
     start_time = time.perf_counter()
     try:
-        with explain_option_errors(in_python=True):
+        with explain_option_errors(platform, in_python=True):
             compiled, used_options = compile_within_memory(list(request.options), compile, platform)
     except Exception as error:
         if not is_out_of_memory(str(error)):
