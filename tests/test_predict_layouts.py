@@ -17,12 +17,14 @@ import valkyrie
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import read_record
 from valkyrie.search import programs
-from valkyrie.search.comparison import SEARCH_FILE, ComparisonRecord
+from valkyrie.search.comparison import PAGE_FILE, SEARCH_FILE, ComparisonRecord
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     CompileTimes,
+    Hint,
+    HintCode,
     MemoryReport,
     PredictedStep,
     Prediction,
@@ -62,6 +64,7 @@ def fake_predict(
         memory=MemoryReport(peak=2 * GIB, usable=16 * GIB, headroom=14 * GIB, split={"arguments": 2 * GIB}),
         step=PredictedStep(seconds, rate, rate and rate / 8),
         parts=(StepPart(PartKind.exposed, ("data",), seconds / 4),),
+        hints=(Hint(HintCode.exposed, "a quarter of the step waits"),),
         faults=(Fault(FaultCode.unused_axis, "an axis is unused", "use it"),) * (seconds > 0.3),
     )
     return PredictedProgram(prediction, None)
@@ -96,8 +99,11 @@ def test_layouts_are_ranked_and_printed():
     ]
     assert "25%" in lines[3] and "5,120" in lines[3] and "unknown" in lines[3]
     assert "interval: unknown" in lines[-1] and "mode=calibrate" in lines[-1]
-    assert lines[-2].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
+    assert lines[-2].startswith("faults: slow: unused_axis")
+    assert lines[-3].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
     assert comparison._repr_html_().startswith("<iframe") and "best: fast" in repr(comparison)
+    page = comparison._page()
+    assert "<h1>Fastest of 4 layouts" in page and "a quarter" in page and "What to change" not in page
     assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 
 
@@ -118,7 +124,7 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     )
     assert larger_comparison.step_s("other") == pytest.approx(0.24) and larger_comparison["other"].step_s == 0.2
     assert "multiplied by 1.200" in str(larger_comparison)
-    assert "measured_s=" not in str(larger_comparison)
+    assert "measured_s= " not in str(larger_comparison), "the ratio is plausible"
     wrong_unit_comparison = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, measured_s={"fast": 120})
     assert "measured_s= " in str(wrong_unit_comparison)
     page = larger_comparison.html(tmp_path / "r.html").read_text()
@@ -344,6 +350,8 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     assert len(record.untried) == 4 and record.target == SLICE.describe()
     assert all(part in str(search_result) for part in ("2 times the budget", "mesh data=1 model=8", "0 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
+    page = (tmp_path / PAGE_FILE).read_text()
+    assert "<h1>Fastest of 4 layouts" in page and "0 of 4 compiled" in page and "fits" not in repr(search_result)
     assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5

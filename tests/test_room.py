@@ -262,6 +262,15 @@ def test_mode_show_says_how_often_microbatches_sum_gradients(settings: str, choi
     lines = [line for line in shown.splitlines() if line.startswith("gradients: ")]
     assert len(lines) == (choice is not None)
     assert all(str(choice) in line for line in lines)
+    assert all((" v5e" in line) == ("sum_gradients_per" not in settings) for line in lines), "the chip decides"
+
+
+def test_mode_show_without_a_chip_says_that_the_choice_of_gradient_sums_depends_on_it():
+    console = Console(file=StringIO(), width=200)
+    show_run(compose_run("model=gpt_tiny", "mesh=8x1x1", "partition=fsdp", "batch=64", "microbatches=2"), console)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    (line,) = [line for line in shown.splitlines() if line.startswith("gradients: ")]
+    assert "per microbatch" in line and "target=" in line
 
 
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():

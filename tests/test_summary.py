@@ -120,7 +120,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "16%"))
     assert "other chips" in describe_interval(replace(known, chip=None))
     assert "mode=calibrate" in describe_interval(None)
-    assert "such a program" in describe_interval(None, is_program=True)
+    assert "measured_s=" in describe_interval(None, is_program=True), "what a user can do about it"
     assert describe_interval(None, platform="gpu") != describe_interval(None, platform="tpu") == describe_interval(None)
 
 

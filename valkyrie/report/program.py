@@ -19,7 +19,7 @@ from valkyrie.report.page import read_asset, template_environment
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
-from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Hint, HintCode, Measurement, Prediction
 from valkyrie.search.compile.show import print_record
 from valkyrie.units import duration_text, memory_text, percent_text
 
@@ -90,7 +90,10 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
             subject=console.blocks[0],
             step_numbers=big_numbers(record),
             hints=[hint.text for hint in hints],
+            hints_title=_hints_title(hints),
             blocks=console.blocks[1:],
+            details_title="",
+            details=[],
             drawing=None if step_timeline is None else _draw_timeline(step_timeline),
             sizes={"width": STEP_WIDTH, "lane": TRACK_HEIGHT, "label": LABEL_WIDTH},
             version=version("valkyrie-jax"),
@@ -100,36 +103,53 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
 
 
 def comparison_page(
-    title: str, table: Table, lines: Sequence[str], records: Mapping[str, Prediction], best_name: str | None
+    title: str,
+    subject: str,
+    table: Table,
+    lines: Sequence[str],
+    records: Mapping[str, Prediction],
+    best_name: str | None,
 ) -> str:
     """Return a self-contained HTML page with the table of several predictions and the report of the best one.
 
     Args:
         title: Title of the page.
+        subject: Line below the title.
         table: Table of the predictions, one per row.
         lines: Lines below the table.
         records: Predictions by name.
         best_name: Name of the best prediction, or None if none fits.
     """
-    blocks, numbers, hints = [_text_table(table), *lines], [BigNumber("best", best_name or "none fits")], ()
+    details, hints = list[str | TextTable](), tuple[Hint, ...]()
+    numbers = [BigNumber("fastest", best_name or ("none fits" if records else "none compiled"))]
     if best_name is not None:
         print_record(replace(records[best_name], hints=()), console := _Recorder())
-        blocks += [f"{best_name}: {console.blocks[0]}", *console.blocks[1:]]
-        numbers, hints = [*numbers, *big_numbers(records[best_name])], records[best_name].hints
+        details, hints = console.blocks[1:], records[best_name].hints
+        numbers = [*numbers, *big_numbers(records[best_name])]
     return (
         template_environment()
         .get_template("program.html")
         .render(
             title=title,
-            subject=f"best: {best_name}" if best_name else "no layout fits",
+            subject=subject,
             step_numbers=numbers,
             hints=[hint.text for hint in hints],
-            blocks=blocks,
+            hints_title=_hints_title(hints),
+            blocks=[_text_table(table), *lines],
+            details_title=f"The fastest layout: {best_name}",
+            details=details,
             drawing=None,
             version=version("valkyrie-jax"),
             css=Markup(read_asset("page.css")),
         )
     )
+
+
+def _hints_title(hints: Sequence[Hint]) -> str:
+    """Return the heading of the hints. Hints on exposed communication and on the largest part may suggest nothing."""
+    without_change = (HintCode.exposed, HintCode.largest_part)
+    has_change = any(hint.changes or hint.code not in without_change for hint in hints)
+    return "What to change" if has_change else "What takes the time"
 
 
 def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:

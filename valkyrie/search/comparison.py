@@ -175,7 +175,8 @@ class Comparison:
         return text.getvalue()
 
     def __repr__(self) -> str:
-        return f"<Comparison of {self._count_text()}, best: {self.best or 'none fits'}>"
+        best = self.best or ("none fits" if self.results else "none compiled")
+        return f"<Comparison of {self._count_text()}, best: {best}>"
 
     def html(self, path: str | Path) -> Path:
         """Write a standalone HTML page with the table and the report of each layout. Returns its path.
@@ -253,8 +254,18 @@ class Comparison:
         record = self.record
         table = terminal_table(comparison_columns(record), record.rows)
         records = {name: _prediction(result) for name, result in self.results.items()}
-        title = f"{self._count_text()} on {record.target}"
-        return comparison_page(title, table, self._note_lines(record), records, self.best)
+        title = f"Fastest of {count_text(len(self.results) + len(self.untried), 'layout')} on {record.target}"
+        return comparison_page(title, self._subject(), table, self._note_lines(record), records, self.best)
+
+    def _subject(self) -> str:
+        """Return a line with the number of compiled layouts and the fastest one, such as `2 of 6 compiled`."""
+        total = len(self.results) + len(self.untried)
+        compiled = f"{len(self.results)} of {total} compiled"
+        if not self.results:
+            return f"{compiled}, so none has a step time"
+        if self.best is None:
+            return f"{compiled}; no layout fits"
+        return f"{compiled}; the fastest{' so far' if self.untried else ''} is {self.best}"
 
     def _count_text(self) -> str:
         """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""
@@ -297,6 +308,10 @@ class Comparison:
 
     def _note_lines(self, record: ComparisonRecord) -> list[str]:
         lines = [*record.notes]
+        faults = {name: _prediction(result).faults for name, result in self.results.items() if result.fits is not None}
+        texts = [f"{name}: {', '.join(fault.code.value for fault in found)}" for name, found in faults.items() if found]
+        if texts:
+            lines.append(f"faults: {'; '.join(texts)}. The report of a layout has their lines and remedies")
         if any(row.interval_text == "unknown" for row in record.rows):
             lines.append(f"interval: {describe_interval(None, is_program=True)}")
         if record.ratio is not None:

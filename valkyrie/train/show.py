@@ -13,7 +13,7 @@ from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import RoleKind
+from valkyrie.parallel.partition import RoleKind, SumGradientsPer
 from valkyrie.parallel.remat import SAVE_EVERYTHING
 from valkyrie.train.memory import (
     ExpectedMemory,
@@ -53,7 +53,7 @@ def show_run(run: Run, console: Console) -> None:
     if layout.pipeline is not None:
         console.print(f"pipeline: {layout.pipeline.describe()}", highlight=False)
     if gradients := accumulated_gradients(run):
-        console.print(f"gradients: {gradients.describe()}", highlight=False)
+        console.print(f"gradients: {gradients.describe()}{_describe_gradient_choice(run)}", highlight=False)
     if run.batch_note:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
@@ -68,6 +68,16 @@ def show_run(run: Run, console: Console) -> None:
     expected = expected_memory(run, program.abstract_state)
     _print_memory(console, run, expected)
     _print_remats(console, run, expected)
+
+
+def _describe_gradient_choice(run: Run) -> str:
+    """Return a clause with the chip by whose memory a step chooses how often to sum gradients, or "" if it is set."""
+    chip, partition = run.config.target.chip, run.layout.partition
+    if partition.sum_gradients_per is not SumGradientsPer.auto:
+        return ""
+    if chip is not None:
+        return f", chosen by the memory of {chip.name}"
+    return ". This is the choice without a slice. With target=, it depends on the memory of the chip"
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:

@@ -234,8 +234,9 @@ def describe_interval(interval: StepInterval | None, *, is_program: bool = False
     """
     if interval is None and is_program:
         return (
-            "unknown, because published runs are of dense transformers and none is of such a program. mode=calibrate "
-            "derives intervals from your own runs"
+            "unknown, because published runs are of Valkyrie's own transformers, and errors for other programs are not "
+            "known. If you time a layout, measured_s={NAME: SECONDS} corrects the others (with layouts= or "
+            "valkyrie.search). mode=calibrate derives intervals from your own runs"
         )
     if interval is None and platform is not None and not published_runs_on(platform):
         return (
@@ -243,7 +244,10 @@ def describe_interval(interval: StepInterval | None, *, is_program: bool = False
             "your own runs"
         )
     if interval is None:
-        return "unknown for this model. Intervals come from published runs of dense transformers, or mode=calibrate"
+        return (
+            "unknown for this model. Intervals come from published runs of dense transformers of Valkyrie's layers, or "
+            "mode=calibrate"
+        )
     seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
     low, high = (100 * (ratio - 1) for ratio in (interval.low, interval.high))
     if interval.yours:
@@ -312,7 +316,8 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
         numbers = cost.seconds, cost.seconds / step_s, cost.calls
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
-    _print_table(f"the {len(rows)} slowest operations", columns, rows, console)
+    title = f"the {len(rows)} slowest operations" if len(rows) > 1 else "the slowest operation"
+    _print_table(title, columns, rows, console)
     # Training steps do not need this table, because their operations above name the lines.
     if prediction.program is not None and prediction.lines:
         lines = [
@@ -320,7 +325,8 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
             for line in prediction.lines
         ]
         columns = ("ms", "%", "waiting ms", "source", "code")
-        _print_table(f"the {len(lines)} slowest source lines", columns, lines, console)
+        title = f"the {len(lines)} slowest source lines" if len(lines) > 1 else "the slowest source line"
+        _print_table(title, columns, lines, console)
     for note in prediction.notes:
         console.print(f"assumed: {note}", style="dim")
     for hint in prediction.hints:
