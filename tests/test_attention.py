@@ -549,3 +549,23 @@ def test_the_kernel_of_cudnn_is_not_run_again_if_its_output_is_saved(
 
     program = str(jax.make_jaxpr(jax.grad(lambda q: block(q).astype(jnp.float32).sum()))(q))
     assert program.count("dot_product_attention_fwd") == forward_runs and "dot_product_attention_bwd" in program
+
+
+def test_cudnn_takes_a_batch_of_packed_rows_as_more_rows_and_one_condition(monkeypatch: pytest.MonkeyPatch):
+    """`partition.sum_gradients_per=step` computes gradients in a `jax.vmap`, for which JAX's own rule fails."""
+    for name, answer in (("check_cudnn_version", 91200), ("check_compute_capability", True)):
+        monkeypatch.setattr(cudnn.kernel, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cudnn.kernel, "is_cuda_compute_capability_equal", lambda capability: False)
+    shards, rows, seq = 3, 2, 256
+    q = jnp.ones((shards, rows, seq, 2, 64), jnp.bfloat16)
+    segments = jnp.zeros((shards, rows, seq), jnp.int32)
+    pattern = Pattern(window=None, causal=True)
+
+    def loss(q, segments):
+        out = cudnn.cudnn_attention(q, q, q, pattern=pattern, segments=segments, fallback=lambda q, k, v: q)
+        return out.astype(jnp.float32).sum()
+
+    program = str(jax.make_jaxpr(jax.vmap(jax.grad(loss)))(q, segments))
+    assert program.count("dot_product_attention_fwd") == program.count("dot_product_attention_bwd") == 1
+    assert f"bf16[{shards * rows},{seq},2,64]" in program and program.count("cond[") == 2
+    assert jax.eval_shape(jax.vmap(jax.grad(loss)), q, segments).shape == q.shape

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from valkyrie.config.arguments import abbreviate_search
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.answer_record import RankedLayout, Stage
@@ -20,8 +21,6 @@ from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import describe_chips
 from valkyrie.units import count_text, range_text
 
-USUAL_COMPILE_S = (50, 210)
-"""Quartiles of the durations of 125 compiles on two cores (experiments/search/compiled.json)."""
 UNKNOWN_BUDGET_MIN = 30
 """Smallest budget in minutes to suggest if no model of this size was compiled before."""
 
@@ -30,7 +29,7 @@ UNKNOWN_BUDGET_MIN = 30
 class CompileDurations:
     """Quartiles of the seconds that a compile takes, and the number of earlier compiles of models of this size.
 
-    Without earlier compiles, the quartiles are `USUAL_COMPILE_S`.
+    Without earlier compiles, the quartiles are those of the platform (`Platform.usual_compile_s`).
     """
 
     low_s: float
@@ -49,7 +48,8 @@ def compile_durations(request: SearchRequest) -> CompileDurations:
     """Return how long a compile of a search probably takes, from the compile cache."""
     usable_bytes = {usable_hbm(target.chip) for target in request.targets}
     seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_bytes)
-    low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else USUAL_COMPILE_S
+    usual_s = get_platform(request.targets[0].platform).usual_compile_s
+    low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else usual_s
     return CompileDurations(low_s, high_s, len(seconds))
 
 

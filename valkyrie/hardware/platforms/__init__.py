@@ -48,6 +48,8 @@ class Platform(ABC):
         compiler_packages: Packages whose versions decide the compiled program, the one that names the version of
             compiler options first.
         compile_note: Printed when compiling for it, or None.
+        usual_compile_s: Quartiles of the seconds that a compile of a search takes on two cores. The default is from 125
+            compiles for TPUs (experiments/search/compiled.json).
         memory_limit_option: Compiler option for the memory of a device in MiB, or None if the compiler never refuses
             programs that are too large.
         memory_setting: The setting that limits the memory a program may use.
@@ -83,6 +85,7 @@ class Platform(ABC):
     compiles_without_devices: bool = False
     compiler_packages: tuple[str, ...] = ("jaxlib",)
     compile_note: str | None = None
+    usual_compile_s: tuple[int, int] = (50, 210)
     memory_limit_option: str | None = None
     memory_setting: str = "target.chip.usable_hbm_gib"
     overlap_options: Mapping[str, str] = MappingProxyType({})

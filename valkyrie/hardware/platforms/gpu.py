@@ -50,6 +50,7 @@ class Gpu(Platform):
     jax_plugins = ("xla_cuda13", "xla_cuda12")
     compiles_without_devices = True
     compiler_packages = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    usual_compile_s = (30, 75)  # llama_8b on 32 to 64 GPUs, with 1 to 8 microbatches (experiments/LOG.md)
     memory_setting = _MEMORY_FRACTION
     converts_unlisted_products = False
     replay = "xla_gpu"

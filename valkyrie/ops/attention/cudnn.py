@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as kernel
-from jaxtyping import Array, Int
+from jax._src.interpreters import batching
+from jaxtyping import Array, Bool, Int
 
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.gpu import is_lowering_for_chip
@@ -102,6 +103,42 @@ def _example_error() -> float:
     return float(np.max(errors)) if np.isfinite(errors).all() else float("inf")
 
 
+_OFFSETS = 6
+"""Position of the documents' offsets among the operands of JAX's primitives."""
+
+
+@cache
+def _support_batches_of_documents() -> None:
+    """Let `jax.vmap` batch cuDNN attention with packed documents.
+
+    JAX's batching rules reshape the lengths of the documents to one number per row, which fails with several documents
+    (jax 0.10.2 to 0.12.0). `partition.sum_gradients_per=step` computes gradients in a `jax.vmap`.
+    """
+    for primitive, rule in (
+        (kernel._dot_product_attention_fwd_p_wrapper, kernel._dot_product_attention_fwd_batcher),
+        (kernel._dot_product_attention_bwd_p_wrapper, kernel._dot_product_attention_bwd_batcher),
+    ):
+        batching.primitive_batchers[primitive] = partial(_batch_rows, primitive, rule)
+
+
+def _batch_rows(
+    primitive: Any, rule: Callable[..., Any], args: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> Any:
+    """Batching rule of JAX that turns a batch of packed rows into more rows. `rule` batches rows without documents."""
+    if args[_OFFSETS].size == 0:
+        return rule(args, dims, **params)
+    count = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+
+    def merge(arg: Array, dim: int | None) -> Array:
+        if arg.size == 0:  # an operand that is not used
+            return arg
+        rows = jnp.broadcast_to(arg, (count, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
+        return rows.reshape(-1, *rows.shape[2:])
+
+    results = primitive.bind(*map(merge, args, dims), **params)
+    return [result.reshape(count, -1, *result.shape[1:]) for result in results], [0] * len(results)
+
+
 def cudnn_attention(
     q: Queries,
     k: Keys,
@@ -137,6 +174,8 @@ def cudnn_attention(
     # JAX wants the starts of the documents and one more column. -1 marks entries without a document.
     offsets = jnp.pad(jnp.where(jnp.arange(limit) < count, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
 
+    _support_batches_of_documents()
+
     def packed(q: Queries, k: Keys, v: Keys) -> Any:
         return kernel.dot_product_attention(
             *(q, k, v),
@@ -149,4 +188,20 @@ def cudnn_attention(
             sliding_window_length=window,
         )
 
-    return jax.lax.cond((count <= limit).all(), packed, fallback, q, k, v)
+    return jax.lax.cond(_all(count <= limit), packed, fallback, q, k, v)
+
+
+@jax.custom_batching.custom_vmap
+def _all(values: Bool[Array, "rows 1"]) -> Bool[Array, ""]:
+    """Return whether all values are true. In a `jax.vmap`, these are the values of the whole batch.
+
+    A condition per element of a batch would make `jax.lax.cond` compute both branches.
+    """
+    return values.all()
+
+
+@_all.def_vmap
+def _all_of_batch(
+    axis_size: int, is_batched: Sequence[bool], values: Bool[Array, "batch rows 1"]
+) -> tuple[Bool[Array, ""], bool]:
+    return _all(values.reshape(-1, 1)), False
