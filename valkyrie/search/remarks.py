@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from valkyrie.hardware.chips import describe_price
 from valkyrie.hardware.target import TargetConfig
+from valkyrie.models import LayeredModel
 from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
@@ -149,6 +150,12 @@ def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
     for reason, slices in slices_by_reason.items():
         place = f" for {', '.join(slices)}" if len(slices) < len(request.targets) else ""
         lines.append(f"The interval of compiled layouts{place} is {reason}.")
+    if lines and not isinstance(request.run.model, LayeredModel):
+        lines.append(
+            "Published runs are of models of Valkyrie's own layers, so a model of other layers has no interval, even if "
+            "it is a dense transformer. mode=measure of at least four layouts with two batches, then mode=calibrate, "
+            "gives it one."
+        )
     return lines
 
 

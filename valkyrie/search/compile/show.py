@@ -244,10 +244,7 @@ def describe_interval(interval: StepInterval | None, *, is_program: bool = False
             "your own runs"
         )
     if interval is None:
-        return (
-            "unknown for this model. Intervals come from published runs of dense transformers of Valkyrie's layers, or "
-            "mode=calibrate"
-        )
+        return "unknown for this model. Intervals come from published runs of dense transformers, or mode=calibrate"
     seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
     low, high = (100 * (ratio - 1) for ratio in (interval.low, interval.high))
     if interval.yours:
