@@ -152,8 +152,8 @@ def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
         lines.append(f"The interval of compiled layouts{place} is {reason}.")
     if lines and not isinstance(request.run.model, LayeredModel):
         lines.append(
-            "Published runs are of models of Valkyrie's own layers, so a model of other layers has no interval, even if "
-            "it is a dense transformer. mode=measure of at least four layouts with two batches, then mode=calibrate, "
+            "Published runs are of Valkyrie's own layers, so a model of other layers has no interval, even if it is a "
+            "dense transformer. mode=measure of at least four layouts with two batches, then mode=calibrate, "
             "gives it one."
         )
     return lines
