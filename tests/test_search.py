@@ -368,7 +368,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
     assert answer["compiled"] == 0 and "mode.budget=1min" in answer["why"]
     command = answer["warning"].partition("valkyrie-train ")[2]
     run = parse_run(expand_shorthand(shlex.split(command)))
-    assert run.config.mode.budget == "30min" and "partition=fsdp" in command, "the same search with a longer budget"
+    assert run.config.mode.budget == "4min" and "partition=fsdp" in command, "the same search with a longer budget"
     before = printed.partition("compiled: ")[0]
     assert "120 s" in before and "mode.budget=4min" in before and "mode.compiles=0" in before, "the plan is too short"
     assert 0 < printed.index(answer["warning"]) < printed.index("bound by"), "the warning is above the table"
@@ -997,6 +997,9 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     compiled = replace(rows[0], stage=Stage.compile)
     equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
     assert "As fast" in equal and equal.endswith(": #2.") and ": #4, #6, #5." in unsure
+    behind = replace(rows[2], stage=Stage.compile)
+    (line,) = describe_ties(request, [compiled, behind])
+    assert "#2" in line and " mode=measure " in line and duration_text(behind.step_s) in line, "its interval overlaps"
     faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
     assert faster.high_s < rows[0].step_s
     below, unsure = describe_ties(request, [compiled, *rows[2:3], faster, rows[1]])
@@ -1022,7 +1025,7 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
 
     unsure, accuracy, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.2)])
     assert "#2 on v4-8" in unsure and word in unsure and "+16%" in unsure and "+10%" in unsure
-    assert " v6e: " in accuracy and "1 published recipe " in accuracy and "v4 " in accuracy
+    assert " v6e: " in accuracy and "16% (known from 1 " in accuracy and " v4 " in accuracy
     words = shlex.split(settle.partition("valkyrie-launch ")[2])
     assert words[0] == "target=v6e-8" and "mode=measure" in words
     limit_s = 1.2 * compile_row("v6e-8", 1.0).step_s

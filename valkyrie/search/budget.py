@@ -18,11 +18,9 @@ from valkyrie.search.compile.cache import earlier_compile_seconds
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.local_devices import missing_compilers
 from valkyrie.search.request import SearchRequest
+from valkyrie.search.rivals import may_be_better
 from valkyrie.search.shortlist import describe_chips
 from valkyrie.units import count_text, range_text
-
-UNKNOWN_BUDGET_MIN = 30
-"""Smallest budget in minutes to suggest if no model of this size was compiled before."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,6 @@ def sufficient_budget(
     `stopped_s` are the seconds after which a compile was stopped without a result. The budget is at least twice that.
     """
     minutes = max(_missing_compiles(request, compiled_layouts) * durations.high_s, 2 * stopped_s, 60.0) / 60
-    if stopped_s and not durations.count:
-        minutes = max(minutes, UNKNOWN_BUDGET_MIN)
     return f"{math.ceil(minutes)}min"
 
 
@@ -104,12 +100,13 @@ def describe_missing_compiles(
 ) -> str:
     """Return a line with the slices of an answer that have only estimates because the budget ended.
 
-    The line ends with the command of the same search with a budget that probably suffices. Returns "" if every kind of
-    chips has a compile, if a layout was measured, or if compiling ended for another reason.
+    Leaves out slices where no row may be better than the first one, unless nothing was compiled. The line ends with the
+    command of the same search with a budget that probably suffices. Returns "" if no slice is left, if a layout was
+    measured, or if compiling ended for another reason.
     """
     reason, budget_s = compiled_layouts.stop_reason, request.budget_s
     compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
-    shown = {row.candidate.target for row in rows}
+    shown = {row.candidate.target for row in rows if not compiled or may_be_better(request, rows[0], row)}
     names = {chips: name for chips, name in _compiled_kinds(request).items() if name in shown}
     missing = [name for chips, name in names.items() if chips not in compiled]
     is_measured = any(row.stage is Stage.measure for row in rows)

@@ -34,22 +34,24 @@ def describe_certainty(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
     estimated, that is the command that compiles it.
     """
     lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows)]
-    return [*lines, *filter(None, [_compile_text(request, rows[0], "First compile #1")])]
+    return [*lines, *filter(None, [_compile_text(request, rows[0], "To be surer, compile #1 first")])]
 
 
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
     """Return lines with the rows on the same chips that are as good as the first one, or may be better.
 
-    Only times of the same source, compiled or measured, are called equal. Another line has the estimated rows with
-    intervals that extend below the time of the first row by more than `EQUAL_RATIO`, and the last one those with their
-    whole interval below it.
+    Only times of the same source, compiled or measured, are called equal. Another line has the other compiled rows with
+    intervals that overlap that of the first row. The last lines have the estimated rows with their whole interval below
+    the time of the first row, and those with an interval that extends below it by more than `EQUAL_RATIO`.
     """
     best, cost, better = rows[0], _cost_function(request), _better(request)
-    tied, unsure, below = list[int](), list[int](), list[int]()
+    tied, overlapping, unsure, below = list[int](), list[int](), list[int](), list[int]()
     for place, row in _on_chips(request, rows, _chips(request, best)):
         relative_cost = cost(row) / cost(best)
         if row.stage is not Stage.estimate:
-            tied += [place] if row.stage is best.stage and relative_cost <= EQUAL_RATIO else []
+            is_tied = row.stage is best.stage and relative_cost <= EQUAL_RATIO
+            tied += [place] if is_tied else []
+            overlapping += [place] if not is_tied and row.interval and may_be_better(request, best, row) else []
         elif relative_cost * row.high_s / row.step_s < 1:
             below.append(place)
         elif relative_cost * row.low_s / row.step_s < 1 / EQUAL_RATIO:
@@ -57,6 +59,10 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
         lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
+    if overlapping:
+        worse = percent_text(cost(rows[overlapping[0] - 1]) / cost(best) - 1)
+        text = f"Compiled too, and worse than #1 by {worse} or more, but their intervals overlap"
+        lines.append(f"{text}: {_name_rivals(overlapping)}. {_measure_text(request, rows, overlapping[0])}")
     strongest = sorted(unsure, key=lambda place: _log_distance(cost, best, rows[place - 1]))
     for places, text in (
         (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
@@ -75,7 +81,7 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) 
     for place, row in enumerate(rows, start=1):
         places.setdefault(_chips(request, row), place)
     others = sorted([*places.values()][1:], key=lambda place: _log_distance(cost, best, rows[place - 1]))
-    rivals = [place for place in others if _may_be_better(cost, best, rows[place - 1])]
+    rivals = [place for place in others if may_be_better(request, best, rows[place - 1])]
     if not rivals:
         names = format_alternatives(None, [target_slice(request, rows[place - 1]).name for place in others] or [""])
         text = f"#1 is {better} than every row on {names}, even at the slow end of its interval and their fast ends."
@@ -116,19 +122,16 @@ def _describe_accuracy(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
             return []
         errors[chip.name] = interval.high - 1
         recipes[chip.name] = len({run.family for run in runs if run.chip == chip.name})
-    worst = max(errors, key=lambda name: errors[name])
-    others = [f"{name} {percent_text(error)} ({_recipes_text(recipes[name])})" for name, error in errors.items()]
-    others = [text for name, text in zip(errors, others, strict=True) if name != worst]
-    if not others or max(errors.values()) - min(errors.values()) < 0.005:
+    if len(errors) < 2 or max(errors.values()) - min(errors.values()) < 0.005:
         return []
-    return [
-        f"Compiled predictions are the least accurate for {worst}: off by up to {percent_text(errors[worst])} "
-        f"({_recipes_text(recipes[worst])}); for {', '.join(others)}."
-    ]
+    texts = {name: f"up to {percent_text(error)} ({_recipes_text(recipes[name])})" for name, error in errors.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    others = [f"those for {name} by {text}" for name, text in texts.items() if name != worst]
+    return [f"Compiled predictions are the least accurate for {worst}: off by {texts[worst]}, {', '.join(others)}."]
 
 
 def _recipes_text(count: int) -> str:
-    return f"{count_text(count, 'published recipe')} on it" if count else "no published run on it"
+    return f"known from {count_text(count, 'published recipe')}" if count else "no published run"
 
 
 def _describe_row(row: RankedLayout, place: int) -> str:
@@ -142,6 +145,20 @@ def _compile_text(request: SearchRequest, row: RankedLayout, text: str) -> str:
     if row.stage is not Stage.estimate or not platform.compiles_without_devices:
         return ""
     return f"{text}: {compile_command(request, row)}"
+
+
+def _measure_text(request: SearchRequest, rows: Sequence[RankedLayout], place: int) -> str:
+    """Return a sentence with the command that measures the first row, and its step time above which a rival is better.
+
+    Without the command, if Valkyrie cannot rent these slices.
+    """
+    best, cost, better = rows[0], _cost_function(request), _better(request)
+    limit = duration_text(best.step_s * cost(rows[place - 1]) / cost(best))
+    text = f"To settle it, measure #1 on {best.candidate.target}: above {limit} a step, #{place} is {better}"
+    command = layout_command(request, best, ["mode=measure"])
+    if not has_devices(target_slice(request, best)):
+        command = launch_command(request, best, command)
+    return f"{text}." if command is None else f"{text}: {command}"
 
 
 def _name_rivals(places: Sequence[int]) -> str:
@@ -168,7 +185,9 @@ def _ends(row: RankedLayout) -> tuple[float, float]:
     return row.low_s / row.step_s, row.high_s / row.step_s
 
 
-def _may_be_better(cost: _Cost, best: RankedLayout, row: RankedLayout) -> bool:
+def may_be_better(request: SearchRequest, best: RankedLayout, row: RankedLayout) -> bool:
+    """Return whether the intervals of two rows overlap. Assumes `UNKNOWN_ERROR` for a row without one."""
+    cost = _cost_function(request)
     return cost(row) * _ends(row)[0] < cost(best) * _ends(best)[1]
 
 
