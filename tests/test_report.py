@@ -97,7 +97,8 @@ def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
         make_trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
     )
     best = [(row.speed_kind.target, row.work.batch, row.layout) for row in best_per_workload(rows)]
-    assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
+    assert best == [("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp"), ("v5e-8", 16, "8x1x1-fsdp")]
+    assert rows[0].dollars_per_million_tokens, "the target with the lowest price per token comes first"
 
 
 def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -296,12 +297,19 @@ def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
 def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
     """Group rows by kind of speed, and sort each group by speed.
 
-    Real measurements come first, then training runs, predictions, and finally simulated devices.
+    Real measurements come first, then training runs, predictions, and finally simulated devices. Within these, the
+    target with the lowest price per token comes first, and targets without a price last.
     """
     by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row.speed_kind].append(row)
-    order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
+
+    def place(group: SpeedKind) -> tuple[object, ...]:
+        prices = [p for row in by_group[group] if (p := row.dollars_per_million_tokens) is not None]
+        best_price = min(prices, default=math.inf)
+        return group.simulated, group.stage == "compile", group.stage == "train", best_price, group.target
+
+    order = sorted(by_group, key=place)
     return {group: sort_by_speed(by_group[group]) for group in order}
 
 
