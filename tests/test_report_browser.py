@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,12 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from reported import golden_summary, make_trial, trial_from_summary, write_sweep
 from test_report import REFUSED
 from test_report_work import make_cpu_trial
+from valkyrie.config.modes import ANSWER_FILE
+from valkyrie.parallel.partition import PipelineSchedule
+from valkyrie.records import write_record
 from valkyrie.report.page import write_report
+from valkyrie.search.answer_record import Bottleneck, MeasureReport, RankedLayout, SearchAnswer, Stage
+from valkyrie.search.estimate.space import Candidate
 from valkyrie.sweep.trial import Status
 
 pytestmark = [pytest.mark.slow]
@@ -306,3 +311,23 @@ def test_the_answers_are_readable_without_javascript(browser: Browser, report: P
     page.goto(report.as_uri())
     assert "Fastest of 3" in page.locator("main").inner_text()
     page.close()
+
+
+def test_the_page_of_a_search_shows_settings_as_typed_and_how_sure_its_order_is(browser: Browser, tmp_path: Path):
+    candidate = Candidate("v5e-8", 1, "1x2x4", None, "fsdp", PipelineSchedule.gpipe, 1, False, "full", 1)
+    numbers = (0.5, 0.45, 0.6, 2**30, 2**34, 1000.0, 0.4, 0.01)
+    row = RankedLayout(candidate, candidate.overrides, Stage.compile, *numbers, Bottleneck("compute", 0.9, False), {})
+    row = replace(row, compile="valkyrie-train mode=compile", train="valkyrie-train steps=1")
+    command = "valkyrie-launch target=v6e-8 -- mode=measure"
+    texts: dict[str, list[str]] = {"remarks": ["mesh=1x2x4 is typed."], "certainty": [f"Measure #1: {command}"]}
+    answer = SearchAnswer([], "abc", 9, {}, 0, 1, "", MeasureReport(), [row], [], targets=["v5e-8"], **texts)
+    write_record(tmp_path / ANSWER_FILE, answer)
+    opened = open_page(browser, write_report(tmp_path))
+    items = opened.page.locator("#answers .remarks li")
+    assert "mesh=1x2x4 is typed." in items.all_inner_texts()
+    transform = "li => getComputedStyle(li, '::first-letter').textTransform"
+    assert {items.nth(i).evaluate(transform) for i in range(items.count())} == {"none"}
+    assert command in opened.page.locator("#answers code").all_inner_texts(), "it can be copied"
+    opened.page.locator("#commands summary").click()
+    assert opened.page.locator("#commands code").all_inner_texts() == [row.compile, row.train]
+    opened.page.close()
