@@ -116,6 +116,27 @@ def test_more_microbatches_send_no_more_gradients(folder: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("partition", ["fsdp", "fsdp_tp"])
+def test_slices_exchange_one_sum_of_gradient_shards_per_step(folder: Path, partition: str):
+    sent = {}
+    for count, per in ((1, "hybrid"), (4, "hybrid"), (4, "step"), (4, "microbatch")):
+        name = f"slices-{partition}-{count}-{per}"
+        result = run_train_process(
+            folder, "mode=compile", "target=v5e-4", "target.slices=2", "mesh=2s2x2x1", f"partition={partition}",
+            "model=gpt_tiny", "batch=64", f"microbatches={count}", f"partition.sum_gradients_per={per}", f"name={name}",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        record = json.loads((folder / "runs" / name / "compile.json").read_text())
+        sent[count, per] = sum(
+            entry["bytes"] for entry in record["communication"]["bytes_by_mesh_axes"] if "s" in entry["mesh_axes"]
+        )
+        parameter_bytes = record["memory"]["split"]["parameters"]
+    # Gradients are float32 and split like parameters. Heads of 16 and the embedding are padded.
+    assert all(parameter_bytes <= sent[key] <= 2 * parameter_bytes for key in sent if key[1] != "microbatch"), sent
+    assert sent[4, "microbatch"] > 2.5 * sent[4, "hybrid"], "this test could not tell one sum per step from several"
+
+
+@pytest.mark.slow
 def test_a_step_that_nearly_fills_the_memory_overlaps_its_communication(folder: Path):
     width = ("embed=8192", "attention.heads=64", "attention.kv_heads=64", "attention.head_dim=128", "mlp=28672")
     model = ("model=llama_8b", "model.layers=64", *(f"model.{setting}" for setting in width))

@@ -405,6 +405,22 @@ def test_layouts_that_sum_gradients_once_per_step_are_estimated_to_be_faster(par
     assert {name for name in once if once[name] != often[name]} <= {"gradients", "moving", "step"}
 
 
+def test_only_sums_between_slices_are_estimated_once_per_step_under_hybrid() -> None:
+    layout = ("target=v4-16", "target.slices=2", "mesh=2s2x2x2", "model=gpt_125m", "batch=256", "partition=fsdp")
+    step, hybrid, often, alone = (
+        estimate_runs([shared_run(*layout, *settings)], Efficiency())[0]
+        for settings in (
+            ("microbatches=4", PER_STEP),
+            ("microbatches=4", "partition.sum_gradients_per=hybrid"),
+            ("microbatches=4", PER_MICROBATCH),
+            ("microbatches=1",),
+        )
+    )
+    assert step["gradients"] < hybrid["gradients"] < often["gradients"]
+    assert alone["gradients"] < hybrid["gradients"]
+    assert {name for name in hybrid if hybrid[name] != often[name]} == {"gradients", "step"}
+
+
 GPT_1B = ("target=v4-16", "model=gpt_1b", "mesh=2x2x2", "batch=32", "microbatches=8", "remat=full")
 GPT_125M = ("target=v5e-8", "model=gpt_125m", "batch=128", "seq=1024")
 LLAMA = ("target=v5p-16", "model=llama_7b", "model.layers=8", "batch=64", "seq=2048")

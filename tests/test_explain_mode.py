@@ -114,6 +114,8 @@ def test_sums_of_gradients_are_explained_if_microbatches_accumulate_them() -> No
     )
     text = " ".join(compare_layouts(often, once, labels=LETTERS).sentences)
     assert "per step under B" in text and "per microbatch under A" in text
+    hybrid = replace(once, gradients=AccumulatedGradients(SumGradientsPer.hybrid, 2**30, ("s",)))
+    assert "over s once per step under B" in " ".join(compare_layouts(often, hybrid, labels=LETTERS).sentences)
     assert "per microbatch under A" in " ".join(compare_layouts(often, prediction(), labels=LETTERS).sentences)
     assert "Gradients" not in " ".join(
         compare_layouts(prediction(), prediction(exposed_x=0.1), labels=LETTERS).sentences

@@ -248,6 +248,7 @@ def test_mode_show_has_no_note_on_axes_with_a_rule_that_the_mesh_does_not_divide
     [
         ("microbatches=2", "per step"),
         ("microbatches=2 partition.sum_gradients_per=microbatch", "per microbatch"),
+        ("microbatches=2 partition.sum_gradients_per=hybrid partition=data_model_fsdp", "over x once per step"),
         ("microbatches=1", None),
         ("microbatches=2 partition=pp", "per step"),
     ],

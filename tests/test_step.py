@@ -33,10 +33,12 @@ from helpers import (
 from valkyrie.axes import UNSHARDED
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import parse_module
+from valkyrie.config.run import Run
 from valkyrie.ops.linear import Numerics, compute_cotangents_once, linear
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.partition import SumGradientsPer
 from valkyrie.tasks.next_token import token_losses
-from valkyrie.train.memory import sums_gradients_once
+from valkyrie.train.memory import accumulated_gradients
 from valkyrie.train.program import StepProgram, serialised_module
 
 TINY = "valkyrie_tiny"
@@ -85,7 +87,43 @@ def test_layout_settings_do_not_change_the_steps(mesh, partition, override):
 def test_gradients_summed_once_per_step_are_those_of_the_whole_batch(mesh: str, partition: str, model: str):
     layout = (f"mesh={mesh}", f"partition={partition}", "microbatches=2", "partition.sum_gradients_per=step")
     run = small_run(model, *layout, "batch=16")
-    assert sums_gradients_once(run)
+    assert summed_per(run) is SumGradientsPer.step
+    state = randomize_zero_parameters(initial_state((*small_overrides(model), "batch=16")))
+    assert_same_steps(run_two_steps(run, state), reference_steps(model, "batch=16"))
+
+
+def summed_per(run: Run) -> SumGradientsPer | None:
+    gradients = accumulated_gradients(run)
+    return None if gradients is None else gradients.summed_per
+
+
+@pytest.mark.parametrize(
+    ("mesh", "partition", "model", "settings"),
+    [
+        pytest.param("2s2x1x2", "fsdp", "gpt_tiny", ()),
+        *(
+            pytest.param(mesh, partition, model, settings, marks=pytest.mark.slow)
+            for mesh, partition in (
+                ("2s2x1x2", "fsdp"),
+                ("2s2x2x1", "fsdp_tp"),
+                ("2s2x1x2", "2d_tp_fsdp"),
+                ("2s2x1x2", "sp"),
+                ("2s2x1x2", "pp_fsdp"),
+                ("2x2x2", "data_model_fsdp"),
+            )
+            for model in ("gpt_tiny", TINY)
+            for settings in ((), ("partition.gradient_sum=all_to_all",))
+        ),
+    ],
+)
+def test_gradients_of_replicas_summed_once_per_step_are_those_of_the_whole_batch(
+    mesh: str, partition: str, model: str, settings: tuple[str, ...]
+):
+    layout = (f"mesh={mesh}", f"partition={partition}", "microbatches=2", "partition.sum_gradients_per=hybrid")
+    run = small_run(model, *layout, *settings, "batch=16")
+    gradients = accumulated_gradients(run)
+    assert gradients is not None and gradients.summed_per is SumGradientsPer.hybrid
+    assert gradients.once_axes == (("s",) if "s" in mesh else ("x",))
     state = randomize_zero_parameters(initial_state((*small_overrides(model), "batch=16")))
     assert_same_steps(run_two_steps(run, state), reference_steps(model, "batch=16"))
 
@@ -120,7 +158,8 @@ def test_more_microbatches_send_no_more_gradients(layout: tuple[str, ...]):
 
 def test_gradients_are_summed_once_per_step_if_they_fit_unsummed():
     def sums_once(*overrides: str) -> bool:
-        return sums_gradients_once(shared_run("target=v5e-8", "model=gpt_125m", "microbatches=8", *overrides))
+        run = shared_run("target=v5e-8", "model=gpt_125m", "microbatches=8", *overrides)
+        return summed_per(run) is SumGradientsPer.step
 
     sharded = ("mesh=1x1x8", "batch=128", "remat=full", "partition=fsdp")
     assert sums_once(*sharded) and sums_once(*sharded[:-1], "partition=dp", "target.chip.usable_hbm_gib=0.1")

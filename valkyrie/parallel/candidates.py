@@ -10,7 +10,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Parameter
 from valkyrie.parallel.layout import find_gathered_axes, find_zero1_axes
-from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, SumGradientsPer
 from valkyrie.parallel.problems import size_checks
 from valkyrie.problems import Problem
 
@@ -148,6 +148,18 @@ class Candidates:
         )
         accumulates = ((self.microbatches > 1) | (self.stages > 1)) & (self.axes_size(batch_axes) > 1)
         return accumulates & (not is_dispatched) & (not self.sums_once)
+
+    @cached_property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the batch, but no parameter, such as the axis between slices."""
+        split_axes = {axis for axes in self.parameters.values() for axis in axes}
+        return tuple(axis for axis in self.activations[BATCH] if axis not in split_axes)
+
+    @cached_property
+    def can_sum_replicas_once(self) -> np.ndarray:
+        """Whether a step can sum gradients over `replica_axes` once (`SumGradientsPer.hybrid`), for each layout."""
+        is_refused = self.partition.sum_gradients_per is SumGradientsPer.microbatch
+        return self.can_sum_gradients_once & (self.axes_size(self.replica_axes) > 1) & (not is_refused)
 
     def is_split_twice(self, logical: str | None) -> np.ndarray:
         """Return, for each layout, whether both data axes and other mesh axes shard a parameter's logical axis.

@@ -119,15 +119,13 @@ class Layout:
         parameters, activations = {**self.parameters, LAYERS: ()}, {**self.activations, BATCH: batch}
         return replace(self, parameters=parameters, activations=activations)
 
-    @property
-    def batch_shard_layout(self) -> Layout:
-        """The layout of the rows in one shard of the batch: the mesh axes that split the batch split nothing."""
+    def shard_layout(self, mesh_axes: Collection[str]) -> Layout:
+        """Return the layout within one shard of the batch along `mesh_axes`, which then split nothing."""
 
-        def without_batch_axes(rules: Rules) -> Rules:
-            return {a: tuple(m for m in axes if m not in self.activations[BATCH]) for a, axes in rules.items()}
+        def without_axes(rules: Rules) -> Rules:
+            return {a: tuple(m for m in axes if m not in mesh_axes) for a, axes in rules.items()}
 
-        parameters, activations = map(without_batch_axes, (self.parameters, self.activations))
-        return replace(self, parameters=parameters, activations=activations)
+        return replace(self, parameters=without_axes(self.parameters), activations=without_axes(self.activations))
 
     def describe_roles(self) -> str:
         """Return the roles of the mesh axes: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from valkyrie.axes import BATCH, LAYERS, SEQ
+from valkyrie.axes import BATCH, LAYERS, SEQ, axes_text
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.problems import Problem, ProblemCode, suggest
 from valkyrie.units import memory_text
@@ -55,18 +55,24 @@ class SumGradientsPer(Enum):
     `step`: Once, after the last microbatch. Until then, each device adds up the gradients of its own rows, in float32
     arrays that those mesh axes do not split.
 
+    `hybrid`: Over mesh axes that split no parameter, such as `s` between slices, once, after the last microbatch. Over
+    the others after each microbatch. The sums are split like the stored parameters, so this takes no more memory than
+    `microbatch`.
+
     `microbatch`: After each microbatch. The sums are split like the stored parameters.
 
     `auto`: `step` if the arrays take no more memory than under `microbatch`, or if the estimated memory, with the error
-    of the estimate, fits on the target. Otherwise `microbatch`.
+    of the estimate, fits on the target. Otherwise `hybrid`.
 
     In a pipeline, `step` also gathers the parameters of a stage only once, in float32. `microbatch` gathers them, and
     sums their gradients, in every turn. The setting has no effect if the mesh axes of experts split the batch: they
-    need `microbatch`. Under `step`, the random masks of dropout also depend on the number of shards of the batch.
+    need `microbatch`. Except under `microbatch`, the random masks of dropout also depend on the number of shards of the
+    batch.
     """
 
     auto = "auto"
     step = "step"
+    hybrid = "hybrid"
     microbatch = "microbatch"
 
 
@@ -75,16 +81,25 @@ class AccumulatedGradients:
     """The gradients of a step that accumulates microbatches.
 
     Args:
-        summed_per: How often they are summed over the mesh axes that split the batch: `step` or `microbatch`.
+        summed_per: How often they are summed over the mesh axes that split the batch: `step`, `hybrid` or `microbatch`.
         bytes: Estimated memory for them, in bytes per device.
+        once_axes: Mesh axes over which they are summed once per step.
     """
 
     summed_per: SumGradientsPer
     bytes: int
+    once_axes: tuple[str, ...] = ()
+
+    @property
+    def frequency_text(self) -> str:
+        """How often they are summed: `once per step`, or `once per microbatch, and over s once per step`."""
+        if self.summed_per is SumGradientsPer.hybrid:
+            return f"once per microbatch, and over {axes_text(self.once_axes)} once per step"
+        return f"once per {self.summed_per.value}"
 
     def describe(self) -> str:
         """Return one line for reports: `summed over devices once per step, 0.93 GiB per device (estimate)`."""
-        return f"summed over devices once per {self.summed_per.value}, {memory_text(self.bytes)} per device (estimate)"
+        return f"summed over devices {self.frequency_text}, {memory_text(self.bytes)} per device (estimate)"
 
 
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ class MeshShard:
         backend: str | None = None,
         gradient_sum: GradientSum = GradientSum.auto,
         *,
-        sums_gradients_once: bool = False,
+        axes_summed_once: Collection[str] = (),
         reduction_dtype: str = ACCUMULATOR_DTYPE.value,
     ) -> None:
         """Make the `Shard` of a layout.
@@ -47,8 +48,7 @@ class MeshShard:
             backend: JAX platform of the program, or None for the default.
             gradient_sum: Used if the partition has `gradient_sum: auto`. If both are `auto`, gradients are
                 reduce-scattered.
-            sums_gradients_once: Whether a pipeline sums gradients over the shards of the batch once per step
-                (`SumGradientsPer`).
+            axes_summed_once: Mesh axes over which a step sums gradients once (`SumGradientsPer`).
             reduction_dtype: Dtype of this sum.
         """
         self.layout = layout
@@ -56,7 +56,7 @@ class MeshShard:
         self.backend = backend
         self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
         self._can_check_vma = True
-        self._sums_gradients_once, self._reduction_dtype = sums_gradients_once, reduction_dtype
+        self._axes_summed_once, self._reduction_dtype = axes_summed_once, reduction_dtype
         self._uses_all_to_all = (
             gradient_sum if configured is GradientSum.auto else configured
         ) is GradientSum.all_to_all
@@ -160,19 +160,23 @@ class MeshShard:
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
-        batch_axes = self.layout.stage_layout.activations[BATCH] if self._sums_gradients_once else ()
-        batch_axes = tuple(axis for axis in batch_axes if self.layout.mesh.axes[axis] > 1)
-        region = StageRegion(pipeline, self.mesh, self._make_stage_shard, batch_axes, self._reduction_dtype)
+        batch_axes = tuple(
+            axis for axis in self.layout.stage_layout.activations[BATCH] if axis in self._axes_summed_once
+        )
+        make_shard = partial(self.make_local_shard, self.layout.stage_layout)
+        region = StageRegion(pipeline, self.mesh, make_shard, batch_axes, self._reduction_dtype)
         if head is not None and pipeline.is_1f1b:
             return run_1f1b(region, self, f, layers, x, rows, head)
         if self.layout.remat.saves_everything:
             f = save_without_copies(f)
         return apply_head(head, run_pipeline(region, f, layers, x, rows), self)
 
-    def _make_stage_shard(self) -> MeshShard:
-        """Return the `Shard` for use within a stage. Call it inside `jax.shard_map` over the pipeline's axis."""
-        layout = self.layout.stage_layout
-        layout = layout.batch_shard_layout if self._sums_gradients_once else layout
+    def make_local_shard(self, layout: Layout | None = None) -> MeshShard:
+        """Return the `Shard` for use inside `jax.shard_map` over the mesh axes over which gradients are summed once.
+
+        `layout`: Layout to use instead of this one, such as that within a pipeline stage.
+        """
+        layout = (layout or self.layout).shard_layout(self._axes_summed_once)
         return MeshShard(layout, jax.sharding.get_abstract_mesh(), self.backend, self._gradient_sum)
 
     def map(
@@ -226,7 +230,7 @@ class BatchShard(MeshShard):
     def __init__(self, shard: MeshShard) -> None:
         """`shard` is the `Shard` of the whole batch."""
         self._stored_layout, self.axes = shard.layout, shard.activation_mesh_axes(BATCH)
-        super().__init__(shard.layout.batch_shard_layout, shard.mesh, shard.backend)
+        super().__init__(shard.layout.shard_layout(self.axes), shard.mesh, shard.backend)
         # The check refuses constants of the function under `vmap` (JAX 0.10.2). Without it, gradients of replicated
         # arguments are summed over the mesh axes that do not split the batch.
         self._can_check_vma = False

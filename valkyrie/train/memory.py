@@ -132,7 +132,7 @@ class MemoryEstimator:
         key = (*remat.save, None, *remat.offload)
         if key not in self._choices:
             can_sum_once, setting = self.layouts.can_sum_gradients_once, self.layouts.partition.sum_gradients_per
-            if setting is SumGradientsPer.microbatch or not can_sum_once.any():
+            if setting in (SumGradientsPer.microbatch, SumGradientsPer.hybrid) or not can_sum_once.any():
                 self._choices[key] = np.zeros(len(self.layouts), bool), self._estimate(remat, "stored")
             else:
                 once, other = (self._estimate(remat, kind) for kind in ("accumulated", "stored"))
@@ -392,18 +392,14 @@ def accumulated_gradients(run: Run, chip: ChipConfig | None = None) -> Accumulat
     estimator = MemoryEstimator(run, to_candidates([run]), run.config.target.chip or chip)
     if not estimator.layouts.can_sum_gradients_once.item():
         return None
-    remat = run.config.remat
-    per = SumGradientsPer.step if estimator.sums_gradients_once(remat).item() else SumGradientsPer.microbatch
-    return AccumulatedGradients(per, int(estimator.estimate(remat).gradients.item()))
-
-
-def sums_gradients_once(run: Run, chip: ChipConfig | None = None) -> bool:
-    """Return whether a step accumulates gradients per shard of the batch, and sums them over devices once.
-
-    `chip` is that of `accumulated_gradients`.
-    """
-    gradients = accumulated_gradients(run, chip)
-    return gradients is not None and gradients.summed_per is SumGradientsPer.step
+    remat, layouts = run.config.remat, estimator.layouts
+    per, axes = SumGradientsPer.microbatch, ()
+    if estimator.sums_gradients_once(remat).item():
+        per, axes = SumGradientsPer.step, layouts.activations[BATCH]
+    elif layouts.can_sum_replicas_once.item():
+        per, axes = SumGradientsPer.hybrid, layouts.replica_axes
+    once_axes = tuple(axis for axis in axes if layouts.sizes[axis].item() > 1)
+    return AccumulatedGradients(per, int(estimator.estimate(remat).gradients.item()), once_axes)
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:

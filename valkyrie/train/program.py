@@ -26,7 +26,7 @@ from valkyrie.parallel.partition import GradientSum, MemoryKind
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.tasks import Array
-from valkyrie.train.memory import sums_gradients_once
+from valkyrie.train.memory import accumulated_gradients
 from valkyrie.train.options import Option, collect_options, explain_option_errors, option_text
 from valkyrie.train.rematerialise import make_block_checkpoint
 from valkyrie.train.spread import matrix_stack_sharding
@@ -49,14 +49,15 @@ class StepProgram:
         self.layout = run.layout
         self.mesh = mesh
         chip = self._chip(mesh, backend)
-        self.sums_gradients_once = sums_gradients_once(run, chip)
-        """Whether gradients of microbatches are summed over devices once per step (`SumGradientsPer`)."""
+        gradients = accumulated_gradients(run, chip)
+        self.axes_summed_once = gradients.once_axes if gradients else ()
+        """Mesh axes over which gradients of microbatches are summed once per step (`SumGradientsPer`)."""
         self.shard = MeshShard(
             self.layout,
             mesh,
             backend,
             _gradient_sum(chip),
-            sums_gradients_once=self.sums_gradients_once,
+            axes_summed_once=self.axes_summed_once,
             reduction_dtype=config.precision.reduction.value,
         )
         self.task = run.task

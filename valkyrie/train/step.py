@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from valkyrie.axes import BATCH, Shard
 from valkyrie.optim import UNAVERAGED_GROUPS
 from valkyrie.parallel.pipeline import sum_shards
-from valkyrie.parallel.sharding import BatchShard
+from valkyrie.parallel.sharding import BatchShard, MeshShard
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.state import TrainState, copy_to_device
 
@@ -108,21 +109,59 @@ def _accumulate(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Return (gradients, metric sums) of a batch whose microbatches run one after another.
 
-    If `program.sums_gradients_once`, each shard of the batch adds up its own gradients and metrics, in arrays with a
-    leading dimension of shards, and these are summed over the devices after the last microbatch. Otherwise the
-    gradients of every microbatch are summed over the devices.
+    Each shard of the batch along `program.axes_summed_once` adds up its own gradients and metrics, in arrays with a
+    leading dimension of shards, and these are summed over those mesh axes after the last microbatch. Over all other
+    mesh axes, the gradients of every microbatch are summed.
     """
-    steps, shard, shardings = program.layout.accumulation_steps, program.shard, program.shardings.parameters
+    shard, once_axes = program.shard, program.axes_summed_once
+    if not once_axes:
+        return _add_microbatches(program, shard, parameters, batch, key)
+    if once_axes == shard.activation_mesh_axes(BATCH):
+        gradients, sums = _add_microbatches(program, BatchShard(shard), parameters, batch, key)
+    else:
+        gradients, sums = _accumulate_locally(program, parameters, batch, key)
+    gradients = jax.tree.map(partial(_add_shards, program), gradients)
+    gradients = _constrain(gradients, jax.tree.map(_in_device_memory, program.shardings.parameters))
+    return gradients, jax.tree.map(lambda x: x.sum(0), sums)
+
+
+def _accumulate_locally(
+    program: StepProgram, parameters: Any, batch: Batch, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return (gradients, metric sums) of each shard of the batch along `program.axes_summed_once`, which split nothing.
+
+    The program is manual over these mesh axes, so that it is the same within each shard as without them. `jax.vmap`
+    would add a dimension to gradients, and XLA would not reduce-scatter them over the other mesh axes.
+    """
+    once_axes = program.axes_summed_once
+    by_shard = PartitionSpec(once_axes)
+
+    def accumulate(parameters: Any, batch: Batch, keys: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        totals = _add_microbatches(program, program.shard.make_local_shard(), parameters, batch, keys[0])
+        return jax.tree.map(lambda x: x[None], totals)
+
+    return jax.shard_map(
+        accumulate,
+        mesh=program.mesh,  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
+        in_specs=(PartitionSpec(), by_shard, by_shard),
+        out_specs=by_shard,
+        axis_names=set(once_axes),
+        check_vma=False,
+    )(parameters, batch, jax.random.split(key, program.layout.axes_size(once_axes)))
+
+
+def _add_microbatches(
+    program: StepProgram, shard: MeshShard, parameters: Any, batch: Batch, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return (gradients, metric sums) of a batch. With a `BatchShard`, these have a leading dimension of its shards."""
+    steps = program.layout.accumulation_steps
     differentiate = partial(_differentiate_rows, program, shard)
     # Mesh axes and size of the dimension of shards, if there is one.
     leading_axes: tuple[tuple[str, ...], ...] = ()
     leading_shape: tuple[int, ...] = ()
-    if program.sums_gradients_once:
-        shard = BatchShard(program.shard)
-        leading_axes, leading_shape = (shard.axes,), (program.shard.shard_count(BATCH),)
-        differentiate = jax.vmap(
-            partial(_differentiate_rows, program, shard), in_axes=(None, 0, 0), spmd_axis_name=shard.axes
-        )
+    if isinstance(shard, BatchShard):
+        leading_axes, leading_shape = (shard.axes,), (program.layout.axes_size(shard.axes),)
+        differentiate = jax.vmap(differentiate, in_axes=(None, 0, 0), spmd_axis_name=shard.axes)
 
     row_shardings = {
         name: shard.sharding((*leading_axes, *shard.layout.activation_axes(array.axes)))
@@ -148,12 +187,7 @@ def _accumulate(
     zero_gradients = jax.tree.map(lambda p: jnp.zeros((*leading_shape, *p.shape), ACCUMULATOR_DTYPE.value), parameters)
     zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     totals = _constrain(zero_gradients, gradient_shardings), zero_sums
-    (gradients, sums), _ = jax.lax.scan(add_microbatch, totals, (microbatches, keys))
-    if program.sums_gradients_once:
-        gradients = jax.tree.map(partial(_add_shards, program), gradients)
-        gradients = _constrain(gradients, jax.tree.map(_in_device_memory, shardings))
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
-    return gradients, sums
+    return jax.lax.scan(add_microbatch, totals, (microbatches, keys))[0]
 
 
 def _differentiate_rows(

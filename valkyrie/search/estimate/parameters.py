@@ -65,10 +65,20 @@ class ParameterTimes:
         Gradients are summed in the backward pass of each microbatch, or of the last one with `Candidates.sums_once`. A
         pipeline also sums those of its idle turns. ZeRO-1 uses reduce-scatters instead of all-reduces, unless
         `whole_sums` is set. For layouts in the mask `sums_once`, only sums over the sequence are in the backward
-        passes. Those over the batch follow the last microbatch, where no products overlap with them.
+        passes. Those over the batch follow the last microbatch, where no products overlap with them. Other layouts may
+        do this for sums over replicas (`SumGradientsPer.hybrid`).
         """
         over_all, over_sequence, over_batch = self._sum_seconds_by_axes
-        return np.where(sums_once, over_sequence, over_all), np.where(sums_once, over_batch, 0.0)
+        in_passes, at_end = self._hybrid_sum_seconds if self.layouts.can_sum_replicas_once.any() else (over_all, 0.0)
+        return np.where(sums_once, over_sequence, in_passes), np.where(sums_once, over_batch, at_end)
+
+    @cached_property
+    def _hybrid_sum_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of summing gradients in the backward passes, and after them, without `SumGradientsPer.step`."""
+        layouts, is_hybrid = self.layouts, self.layouts.can_sum_replicas_once
+        other_axes = tuple(axis for axis in layouts.data_axes if axis not in layouts.replica_axes)
+        in_passes = np.where(is_hybrid, self._sum_seconds(other_axes), self._sum_seconds_by_axes[0])
+        return in_passes, np.where(is_hybrid, self._sum_seconds(layouts.replica_axes, "stored"), 0.0)
 
     def _count_sums(self, spec: Parameter) -> np.ndarray:
         """Return how often a step sums the gradient of a parameter, if it does so in every backward pass.
@@ -101,7 +111,7 @@ class ParameterTimes:
     def _sum_seconds(self, data_axes: Sequence[str], kind: str = "used") -> np.ndarray:
         """Return the seconds of summing all gradients over these data axes, from shards of a kind of parameter.
 
-        Those of the kind `accumulated` are summed once.
+        Those of the kinds `accumulated` and `stored` are summed once.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize
@@ -112,7 +122,7 @@ class ParameterTimes:
             # has received the tokens of all devices.
             summed_axes = tuple(axis for axis in data_axes if axis not in stored)
             bytes_ = self.layouts.shard_elements(spec, kind) * itemsize
-            count = 1 if kind == "accumulated" else self._count_sums(spec)
+            count = self._count_sums(spec) if kind == "used" else 1
             seconds += count * self.network.reduce_scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
             reduce = self.network.reduce_scatter if scattered else self.network.all_reduce

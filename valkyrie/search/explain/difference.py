@@ -387,8 +387,8 @@ def _explain_gradient_sums(faster: _Side, slower: _Side) -> list[str]:
     labels_by_count: dict[str, list[str]] = defaultdict(list)
     for side in (faster, slower):
         if side.prediction.gradients is not None:
-            labels_by_count[side.prediction.gradients.summed_per.value].append(side.label)
-    texts = [f"once per {count} under {' and '.join(labels)}" for count, labels in labels_by_count.items()]
+            labels_by_count[side.prediction.gradients.frequency_text].append(side.label)
+    texts = [f"{count} under {' and '.join(labels)}" for count, labels in labels_by_count.items()]
     return [f"Gradients are summed over devices {' and '.join(texts)}."] if texts else []
 
 
