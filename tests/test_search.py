@@ -649,6 +649,15 @@ def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
     assert "only for h100-8:" in printed
 
 
+def test_every_kind_of_chips_whose_estimates_have_unknown_errors_is_compiled_before_others(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    request = make_request("mode.targets=[a100-8,h100-8,b200-8]", "mode.compiles=3")
+    compiler.factor = 0.8
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=3)
+    assert {layout.target.name for layout in compiles.layouts} == {"a100-8", "h100-8", "b200-8"}
+
+
 def test_explicit_settings_are_not_varied() -> None:
     request = make_request("partition=fsdp", "remat=dots", "microbatches=2")
     layouts = list(rank(request.run, request.space()))

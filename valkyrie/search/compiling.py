@@ -17,6 +17,7 @@ from statistics import median
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
@@ -342,6 +343,8 @@ def _pick_next(
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
     of chips without a compile come first, then a second partition, because layouts of one partition have similar
     errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
+
+    If the errors of a platform's estimates are unknown, such chances are as well: each kind of its chips comes first.
     """
     best, times = compiled_layouts.best(request), compiled_layouts.correct(possible)
 
@@ -355,6 +358,12 @@ def _pick_next(
 
     if best is None:
         return pick_cheapest(possible)
+    if uncertain := [
+        layout
+        for layout in compiled_layouts.filter_uncompiled_chips(possible)
+        if not get_platform(layout.group.target.platform).has_estimate_errors
+    ]:
+        return pick_cheapest(uncertain)
     limit = request.cost(best.estimate, best.step_s or 0.0) / EQUAL_RATIO
     chances = {
         layout.candidate: time.chance_below(limit / request.cost(layout, 1.0)) * compiled_layouts.chance_to_fit(layout)

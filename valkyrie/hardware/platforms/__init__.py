@@ -57,7 +57,7 @@ class Platform(ABC):
         peak_has_code: The result of `peak_bytes` includes the program's code.
         converts_unlisted_products: Products in a dtype that `ChipConfig.peak_tflops` does not list are compiled, in a
             wider dtype. Otherwise, such a precision is refused.
-        has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
+        has_estimate_errors: Errors of estimated memory and step times were measured (`valkyrie.train.memory`).
         replay: Key in `valkyrie.search.compile.replayed.REPLAY_MODELS` of the cost models that replay its compiled
             programs, or None.
         replay_note: Added to replayed times that no published run corrects, or None.
