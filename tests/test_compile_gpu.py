@@ -24,12 +24,13 @@ from valkyrie.machine.gpu_network import NVLINK, PCIE, NcclModel
 from valkyrie.machine.gpu_operations import GpuOpCostModel
 from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import Machine
-from valkyrie.parallel.axis_links import DCN
+from valkyrie.parallel.axis_links import DCN, pareto_placements
 from valkyrie.parallel.slice import Slice
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
+from valkyrie.search.estimate.links import host_axis_links
 
 # The wheels are for Linux on x86_64 only. With 0.7 GB, they are too large for `.ci/run`, so tests of the compiler run
 # where somebody has installed the extra. The other tests of this file need no compiler and run everywhere.
@@ -222,6 +223,9 @@ def test_an_nvlink_domain_spans_hosts():
     assert set(pair.cost(collective("all-gather", domains, size)).busy_s) == {NVLINK}
     outer = pair.cost(collective("all-gather", across, size))
     assert outer.busy_s[DCN] == pytest.approx(size / 2 / (50e9 * 0.9))
+    (placement,) = pareto_placements((144,), build_topology(parse_target("gb200-144")), has_torus=False)
+    links = host_axis_links({"x": np.array([144])}, gb200.chip, domain_hosts=18)["x"]
+    assert placement.axes[0].outer_size == links.outer_size == 2, "estimates count domains, too"
     positions = valkyrie.slice("gb200-144").positions((144,), ("x",))
     assert positions[71:73] == (Position(0, (0, 17, 3), 0), Position(0, (1, 0, 0), 0))
 

@@ -60,16 +60,20 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
     return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones, ones)
 
 
-def host_axis_links(sizes: Mapping[str, np.ndarray], target: TargetConfig) -> dict[str, AxisLinks]:
+def host_axis_links(
+    sizes: Mapping[str, np.ndarray], chip: ChipConfig, *, domain_hosts: int = 1
+) -> dict[str, AxisLinks]:
     """Return the links of each mesh axis, by name of the axis, for hosts that connect their devices by a switch.
 
-    `sizes` has the sizes of each axis, as an array with an entry per layout. The last axis varies fastest over the
-    devices, so it is the first to be placed within a host, or within the hosts that one switch joins.
+    The last axis varies fastest over the devices, so it is the first to be placed within a host.
+
+    Args:
+        sizes: Sizes of each axis, as an array with an entry per layout.
+        chip: Chip of the target.
+        domain_hosts: Hosts whose devices one switch joins.
     """
-    chip = target.chip
-    assert chip is not None
     devices_per_host = math.prod(chip.host_bounds or [1])
-    devices_per_domain = devices_per_host * target.domain_hosts
+    devices_per_domain = devices_per_host * domain_hosts
     switch_rate, host_rate = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
     links_by_axis, stride = {}, np.ones(len(next(iter(sizes.values()))))
     for axis in reversed(list(sizes)):

@@ -133,7 +133,7 @@ def stack_runs(runs: Sequence[Run]) -> Candidates:
             [[axes_by_name[axis] for axis in axes] for axes_by_name in placements], axes, chip, min_links=MIN_LINKS
         )
     else:
-        links = host_axis_links(layouts.sizes, runs[0].config.target)
+        links = host_axis_links(layouts.sizes, chip, domain_hosts=runs[0].config.target.domain_hosts)
     return replace(layouts, links=links)
 
 
