@@ -25,6 +25,7 @@ TPU = get_platform("tpu")
 KEY = "target.chip.xla_options"
 GATHERS = "xla_enable_async_all_gather"
 ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
+PREFER_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 
@@ -38,6 +39,18 @@ def test_a_step_is_compiled_with_the_compiler_options_of_its_chip():
     assert options is not None and options[GATHERS] == "true" and THRESHOLD in options
     assert {o.name: o.set_by for o in program().options} == {GATHERS: CHIP, ALL_TO_ALL: CHIP, THRESHOLD: VALKYRIE}
     assert program(backend="cpu").compiler_options is None, "a CPU's compiler has none of them"
+
+
+def test_gathers_between_matmuls_of_several_slices_stay_gathers():
+    def prefers_gathers(target: str, mesh: str, batch: int) -> bool:
+        slices = 2 if mesh.startswith("2s") else 1
+        settings = (f"mesh={mesh}", f"target.slices={slices}", "partition=fsdp", "model.embed=64", f"batch={batch}")
+        return PREFER_GATHERS in (program(*settings, "seq=1024", target=target).compiler_options or {})
+
+    assert prefers_gathers("v4-128", "2s4x4x4", 128 * 4), "4,096 tokens of a device take longer than the gathers"
+    assert not prefers_gathers("v4-128", "2s4x4x4", 128), "1,024 tokens do not"
+    assert not prefers_gathers("v4-128", "4x4x4", 64 * 4), "one slice"
+    assert not prefers_gathers("v5e-32", "2s8x4x1", 64 * 4), "no torus of three axes"
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
