@@ -656,6 +656,14 @@ def test_every_kind_of_chips_whose_estimates_have_unknown_errors_is_compiled_bef
     compiler.factor = 0.8
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=3)
     assert {layout.target.name for layout in compiles.layouts} == {"a100-8", "h100-8", "b200-8"}
+    compiler.factor = 0.5
+    single = make_request("target=h100-8")
+    shortlist = make_shortlist(single)
+    compiles = compile_shortlist(compiler, single, shortlist, tmp_path / "single", max_compiles=1)
+    partition = compiles.layouts[0].estimate.candidate.partition
+    others = [e for e in shortlist.fitting if e.candidate.partition != partition and not e.has_pipeline]
+    ratios = [t.step_s / e.step_s for t, e in zip(compiles.correct(others), others, strict=True)]
+    assert others and max(ratios) < 0.65, "one factor for all partitions"
 
 
 def test_explicit_settings_are_not_varied() -> None:

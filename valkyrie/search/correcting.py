@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.shortlist import describe_chips, estimate_errors, mesh_partition
@@ -37,7 +38,8 @@ class EstimatedStep:
 
     Args:
         chips: Kind and number of chips. Layouts on other chips are not corrected.
-        partition: Name of the partition.
+        partition: Name of the partition, or "" if the errors of the platform's estimates are unknown. Most of such an
+            error is one factor for all partitions.
         mesh_partition: Name of mesh, partition and schedule.
         has_pipeline: Whether the layers are split into stages.
         step_s: Estimated seconds per step.
@@ -61,6 +63,8 @@ class EstimatedStep:
         """Return the step of an estimated layout."""
         chips, partition = describe_chips(layout.group.target), layout.group.candidates.partition.name
         name = " ".join(mesh_partition(layout))
+        if not get_platform(layout.group.target.platform).has_estimate_errors:
+            partition = ""
         return EstimatedStep(chips, partition, name, layout.has_pipeline, layout.step_s, layout.parts)
 
 
