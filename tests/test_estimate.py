@@ -563,6 +563,19 @@ def test_chips_that_are_no_neighbours_share_links_for_gathers_and_exchanges() ->
     assert scattered / line == pytest.approx(2.0, rel=0.1)
 
 
+@pytest.mark.parametrize(("target", "speedup"), [("v5e-8", 2.0), ("v6e-8", 2.0), ("v4-16", 1.0)])
+def test_xla_reorders_the_ring_of_a_gather_on_chips_with_two_torus_axes(target: str, speedup: float) -> None:
+    layout = (f"target={target}", "model=gpt_1b", "batch=64", "seq=1024", "partition=fsdp_tp", "mesh=1x8x1")
+    chip = parse_run(layout).config.target.chip
+    assert chip is not None
+    layouts = stack_runs([parse_run(layout)])
+    model, full_bytes = replace(collective_model(chip, Efficiency()), start_s=0.0, hop_s=0.0), np.full(1, 1e9)
+    ordered, reordered = (
+        each.all_gather(layouts, ["y"], full_bytes, one_ring=True) for each in (replace(model, ring_rate=0.0), model)
+    )
+    assert ordered / reordered == pytest.approx(speedup)
+
+
 def test_each_microbatch_adds_its_gradients_in_float32() -> None:
     parameters = parse_run(["model=gpt_125m"]).model.parameter_count()
     layout = ("model=gpt_125m", "target=v5e-8", "batch=128", "seq=1024", "mesh=1x1x8", "partition=dp")

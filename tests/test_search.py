@@ -305,7 +305,7 @@ def test_compiles_of_earlier_searches_are_found_in_their_records(
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
-    request = make_request()
+    request = make_request("batch=64")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=2)
     assert len(compiles.layouts) == 2
     assert "mode.compiles=2" in compiles.stop_reason
@@ -343,7 +343,7 @@ def test_no_compile_starts_that_would_exceed_the_budget(
         return compiler(plan, watch)
 
     monkeypatch.setattr(compiling, "compile_trial", slow)
-    request = make_request("mode.budget=100s")
+    request = make_request("batch=64", "mode.budget=100s")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path)
     assert len(compiles.layouts) == 2
     assert "mode.budget=100s" in compiles.stop_reason
@@ -1302,7 +1302,7 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
 
 
 def test_the_second_compile_is_of_another_partition(compiler: ScaledCompiler, tmp_path: Path) -> None:
-    request = make_request()
+    request = make_request("batch=64")
     found = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=2)
     assert len({layout.estimate.candidate.partition for layout in found.layouts}) == 2
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from valkyrie.search.correcting import EstimatedStep, correct_estimates
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED_CONSTANTS, TimedLayouts, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.estimate.runs import estimate_runs, stack_runs
-from valkyrie.search.shortlist import ERRORS_FILE
+from valkyrie.search.shortlist import ERRORS_FILE, estimate_errors
 from valkyrie.train.memory import MemoryEstimator
 
 PIPELINE_QUANTILES = {"pipeline_low": 0.9, "pipeline_high": 1.5}
@@ -100,13 +100,13 @@ def stack_compiled(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
 def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str, list[Any]]) -> Table:
     """Return a table with a line per space, which compares estimated with compiled step times and memory.
 
-    Regret is how much slower the layout with the shortest estimate is than the fastest one. `verdicts right` is the
-    number of layouts for which the estimate correctly predicts whether they fit. The last columns are those of
-    `simulate_search`.
+    Regret is how much slower the layout with the shortest estimate is than the fastest one. The last columns are those
+    of `simulate_search`. `fit: right, unsure, wrong` counts layouts by the search's verdict: that the layout fits, that
+    it may fit (`Shortlist.may_fit`), or that it does not fit.
     """
     table = Table()
-    columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median", "verdicts right")
-    columns += ("search's regret", "compiles", "wasted", "of the time")
+    columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median")
+    columns += ("fit: right, unsure, wrong", "search's regret", "compiles", "wasted", "of the time")
     for name in ("space", *columns):
         table.add_column(name, justify="left" if name == "space" else "right")
     for space in memory_estimates:
@@ -115,13 +115,18 @@ def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str,
         )
         errors = np.abs(estimated / compiled - 1)
         peaks = [(e, r["peak"]) for r, e in memory_estimates[space] if r["peak"]]
-        verdicts = [(e <= r["usable"]) == (r["status"] == "ok") for r, e in memory_estimates[space]]
+        memory_low, verdicts = estimate_errors().memory_low, Counter[str]()
+        for row, estimate in memory_estimates[space]:
+            is_unsure = memory_low * estimate <= row["usable"] < estimate
+            is_right = (estimate <= row["usable"]) == (row["status"] == "ok")
+            verdicts["unsure" if is_unsure else "right" if is_right else "wrong"] += 1
         regret = compiled[np.argmin(estimated)] / compiled.min() - 1
         values = [f"{spearmanr(compiled, estimated).statistic:.3f}"]
         values += [f"{100 * f(errors):.1f}%" for f in (np.mean, np.median, np.max)] + [f"{100 * regret:.1f}%"]
         values.append(f"{100 * np.median([abs(e / p - 1) for e, p in peaks]):.1f}%")
         funnel = simulate_search(step_estimates[space], [row for row, _ in memory_estimates[space]])
-        table.add_row(space, str(len(memory_estimates[space])), *values, f"{sum(verdicts)} of {len(verdicts)}", *funnel)
+        values.append(", ".join(str(verdicts[verdict]) for verdict in ("right", "unsure", "wrong")))
+        table.add_row(space, str(len(memory_estimates[space])), *values, *funnel)
     return table
 
 

@@ -36,6 +36,8 @@ class CollectiveModel:
         hop_s: Latency of each hop, in seconds.
         outer_start_s: Latency of starting a message over slow links, in seconds.
         scatter_ratio: Time of a reduce-scatter relative to an all-gather.
+        ring_rate: Bytes/s of a ring that passes through neighbours only, or 0 if XLA keeps the order of the devices.
+            XLA reorders them on chips whose torus has two axes, but not on v4 and v5p (`has_reordering_map` in HLO).
     """
 
     adds_up: bool
@@ -46,6 +48,7 @@ class CollectiveModel:
     hop_s: float
     outer_start_s: float
     scatter_ratio: float
+    ring_rate: float = 0.0
 
     def all_gather(
         self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
@@ -53,7 +56,8 @@ class CollectiveModel:
         """Return the seconds of an all-gather to `full_bytes` on each device.
 
         With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
-        a dimension other than the first. Without it, an axis whose devices are no neighbours is as slow as `exchange`.
+        a dimension other than the first (`1DAllGatherNonMajorDim` in HLO). Without it, an axis whose devices are no
+        neighbours is as slow as `exchange`.
         """
         return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, "one_ring" if one_ring else "gather")
 
@@ -91,9 +95,13 @@ class CollectiveModel:
         for axis in axes:
             links = layouts.links[axis]
             inner, outer = inner * links.inner_size, outer * links.outer_size
-            axis_rate = links.ring_rate if kind == "one_ring" else links.inner_rate
-            if kind == "gather":
-                axis_rate = np.where(links.exchange_rate < links.ring_rate, links.exchange_rate, axis_rate)
+            is_box = links.exchange_rate >= links.ring_rate
+            if kind == "one_ring":
+                reordered_rate = np.where(is_box, np.minimum(links.inner_rate, self.ring_rate), 0.0)
+                axis_rate = np.maximum(links.ring_rate, reordered_rate)
+            else:
+                is_fast = is_box | (kind == "sum")
+                axis_rate = np.where(is_fast, links.inner_rate, links.exchange_rate)
             axis_rate = np.where(links.inner_size > 1, axis_rate, 0.0)
             rate = rate + axis_rate if self.adds_up and kind != "one_ring" else np.maximum(rate, axis_rate)
             outer_rate = np.where(links.outer_size > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
@@ -111,8 +119,12 @@ def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveMode
     """Return the time model of collectives on a chip with these efficiency constants."""
     hop_s = (chip.hop_us or 0.0) * 1e-6
     has_torus = get_platform(chip.platform).has_torus
-    e = efficiency
-    return CollectiveModel(has_torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)
+    e, ring_rate = efficiency, 0.0
+    if has_torus and chip.ici_axes == 2:
+        ring_rate = 2 * (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices
+    return CollectiveModel(
+        has_torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters, ring_rate
+    )
 
 
 @functools.partial(np.vectorize, otypes=[float])
