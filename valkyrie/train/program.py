@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from valkyrie.axes import BATCH, SEQ, Parameter
+from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import chip_for_device_kind
 from valkyrie.hardware.platforms import get_platform
@@ -248,22 +248,14 @@ class StepProgram:
         platform = get_platform(self.backend)
         computed_options = platform.step_options(max(gathered_sizes) * itemsize, self.mesh.size)
         chip = self._chip(self.mesh, self.backend)
-        if chip is not None and self._hides_ring_gathers(chip):
+        if (
+            self.layout.mesh.slices > 1
+            and chip is not None
+            and chip.ici_axes == 3
+            and _ASYNC_GATHER in chip.xla_options
+        ):
             computed_options[_PREFER_GATHERS] = "true"
         return collect_options(chip, computed_options)
-
-    def _hides_ring_gathers(self, chip: ChipConfig) -> bool:
-        """Whether to set `_PREFER_GATHERS`: several slices, and matmuls that take longer than gathers of their weights.
-
-        The gathers use a single ring through the devices of a slice, over the two links of one torus axis.
-        """
-        config, layout = self.run.config, self.layout
-        peak, has_option = chip.peak_flops(config.precision.compute), _ASYNC_GATHER in chip.xla_options
-        if layout.mesh.slices == 1 or chip.ici_axes != 3 or not (has_option and peak and chip.ici_link_gbs):
-            return False
-        tokens = config.batch * config.seq / layout.microbatches / layout.shard_count(BATCH) / layout.shard_count(SEQ)
-        seconds_per_weight = config.precision.compute.itemsize / (2 * chip.ici_link_gbs * 1e9)
-        return 2 * tokens / (peak / chip.devices) > seconds_per_weight
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
         """Return the target's chip or, if the target has none, the chip of the mesh's devices.
@@ -314,8 +306,7 @@ _PREFER_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 """TPU option that keeps gathers over three torus axes asynchronous.
 
 With several slices, libtpu otherwise compiles them to float32 all-reduces, which send four times as much and overlap
-with nothing (52B on two v4-384: 34.9 s per step instead of 26.6, libtpu 0.0.42.1). A gather in a ring is slower by
-itself, so it needs matmuls to hide it.
+with nothing (52B on two v4-384: 34.9 s per step instead of 26.6, libtpu 0.0.42.1).
 """
 
 
