@@ -39,6 +39,7 @@ SMALL_SETTINGS: dict[str, Any] = {
     "model.loss_chunk": 16,
     "model.s5.state_size": 32,
     "model.s5.blocks": 4,
+    "model.moe.mlp": 32,
     "model.attention.heads": 4,
     "model.attention.kv_heads": 2,
     "model.attention.head_dim": 8,

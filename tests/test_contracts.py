@@ -78,6 +78,7 @@ PARAMETER_COUNTS = {
     "longformer_125m": 123_587_328,
     "longformer_1b": 1_336_248_320,
     "longformer_7b": 6_682_316_800,
+    "mixtral_8x7b": 46_702_792_704,
     "nanochat": 394_002_914,
     "nanochat_2025": 162_201_600,
     "s5_125m": 116_532_480,

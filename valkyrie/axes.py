@@ -113,13 +113,21 @@ class Parameter(Tensor):
     Args:
         group: the optimizer's parameter group, one of `PARAMETER_GROUPS`.
         float32: whether it stays float32 under every precision policy.
-        output_first: for a matrix, whether the first dimension (after `layers`) is the output and the others together
-            are the input. If false, the first is the input and the others are the output.
+        output_first: for a matrix, whether its first dimension is the output and the others together are the input. If
+            false, the first is the input and the others are the output.
+        matrices_per_token: for a stack of matrices along the first dimension (after `layers`), such as experts, the
+            number of them that a token is multiplied by. None for a single matrix.
     """
 
     group: str = "matrix"
     float32: bool = False
     output_first: bool = False
+    matrices_per_token: float | None = None
+
+    @property
+    def stack_dims(self) -> int:
+        """Number of leading dimensions that stack matrices: `layers`, and that of `matrices_per_token`."""
+        return (LAYERS in self.axes) + (self.matrices_per_token is not None)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Weight(NamedTuple):
     group: str
     float32: bool
     output_first: bool
+    matrices_per_token: float | None
 
 
 class ActivationSpec(NamedTuple):
@@ -102,7 +103,13 @@ class SavedActivation:
     needed_for: str | None = None
 
 
-def weight(*dims: str | int, group: str = "matrix", float32: bool = False, output_first: bool = False) -> Weight:
+def weight(
+    *dims: str | int,
+    group: str = "matrix",
+    float32: bool = False,
+    output_first: bool = False,
+    matrices_per_token: float | None = None,
+) -> Weight:
     """Declare a parameter.
 
     Args:
@@ -110,8 +117,10 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
         group: Optimizer group, one of `valkyrie.axes.PARAMETER_GROUPS`.
         float32: Store it in float32 under every precision policy.
         output_first: Whether its first dimension is an output of the product, instead of an input.
+        matrices_per_token: For a stack of matrices along the first dimension, such as experts, the number of them that
+            a token is multiplied by. None for a single matrix.
     """
-    return Weight(dims, group, float32, output_first)
+    return Weight(dims, group, float32, output_first, matrices_per_token)
 
 
 def padding_ratio(shape: Sequence[int], lanes: int) -> float:
@@ -240,7 +249,11 @@ class Block(ABC):
         sizes = self._sizes(context)
         return {
             name: Parameter(
-                **vars(tensor(w.dims, sizes)), group=w.group, float32=w.float32, output_first=w.output_first
+                **vars(tensor(w.dims, sizes)),
+                group=w.group,
+                float32=w.float32,
+                output_first=w.output_first,
+                matrices_per_token=w.matrices_per_token,
             )
             for name, w in self.weights(context).items()
         }

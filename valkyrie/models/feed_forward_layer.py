@@ -15,7 +15,7 @@ from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 from valkyrie.models.layers import Boundaries, add_bias, normal, parameter, project
 from valkyrie.ops.linear import Numerics, compute_cotangents_once
 
-_NONLINEARITIES = {
+NONLINEARITIES = {
     Nonlinearity.swiglu: jax.nn.silu,
     Nonlinearity.geglu: jax.nn.gelu,
     Nonlinearity.gelu: jax.nn.gelu,
@@ -51,9 +51,9 @@ class FeedForwardLayer(nnx.Module):
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
             gate = self._add_bias(gate, "gate", shard)
             up, gate = compute_cotangents_once(up, gate)
-            hidden = _NONLINEARITIES[self.kind](gate) * up
+            hidden = NONLINEARITIES[self.kind](gate) * up
         else:
-            hidden = _NONLINEARITIES[self.kind](up)
+            hidden = NONLINEARITIES[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
         down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
         return self._add_bias(down, "down", shard)

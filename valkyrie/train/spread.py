@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from valkyrie.axes import LAYERS, Parameter
+from valkyrie.axes import Parameter
 from valkyrie.optim.muon import StackSharding
 from valkyrie.parallel.sharding import MeshShard
 
@@ -22,8 +22,7 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
 
     def row_column_axes(spec: Parameter) -> AxisSplit:
-        first_axis, *other_axes = (axis for axis in spec.axes if axis != LAYERS)
-        rows, *columns = shard.layout.stored_axes((first_axis, *other_axes))
+        rows, *columns = shard.layout.stored_axes(spec.axes)[spec.stack_dims :]
         return rows, tuple(axis for entry in columns for axis in entry)
 
     def constrain(stack: jax.Array, split: AxisSplit) -> jax.Array:

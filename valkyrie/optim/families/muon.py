@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from valkyrie.axes import LAYERS, PARAMETER_GROUPS, Parameter
+from valkyrie.axes import PARAMETER_GROUPS, Parameter
 from valkyrie.optim import (
     UNAVERAGED_GROUPS,
     OptimizerConfig,
@@ -170,18 +170,17 @@ def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return whether Muon updates a parameter: a matrix, or a stack of matrices over layers."""
-    return parameter.group == "matrix" and len(parameter.shape) - (LAYERS in parameter.axes) >= 2
+    """Return whether Muon updates a parameter: a matrix, or a stack of matrices over layers and experts."""
+    return parameter.group == "matrix" and len(parameter.shape) - parameter.stack_dims >= 2
 
 
 def matrix_shape(parameter: Parameter) -> tuple[int, int, int]:
     """Return (matrices, rows, columns) of a parameter.
 
-    Rows are the first dimension after `layers`; columns are all later dimensions, flattened.
+    Rows are the first dimension of a matrix (after `Parameter.stack_dims`); columns are all later ones, flattened.
     """
-    stacked = LAYERS in parameter.axes
-    count, shape = (parameter.shape[0], parameter.shape[1:]) if stacked else (1, parameter.shape)
-    return count, shape[0], math.prod(shape[1:])
+    shape = parameter.shape[parameter.stack_dims :]
+    return math.prod(parameter.shape[: parameter.stack_dims]), shape[0], math.prod(shape[1:])
 
 
 def _label(parameter: Parameter) -> str:

@@ -24,11 +24,11 @@ From one compiled step: gpt_tiny, 2,048 sequences of 128 tokens on 8 v5e chips.
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul of the activations of all tokens with a parameter, in `count` layers.
+    """A matmul of the activations of all tokens with a parameter, `count` times.
 
     Args:
         input_axes, output_axes: Logical axes of the operand and of the result, with their lengths.
-        count: Number of layers.
+        count: Number of layers, times the matrices per token (`Parameter.matrices_per_token`).
         components: Real numbers per element of the parameter: 1, or 2 if complex.
         float32: Whether it is computed in float32.
         operand_key: Key of the operand. Matmuls with the same key read the same activations.
@@ -38,7 +38,7 @@ class Product:
 
     input_axes: tuple[tuple[str, int], ...]
     output_axes: tuple[tuple[str, int], ...]
-    count: int
+    count: float
     components: int
     float32: bool
     operand_key: tuple[object, ...]
@@ -152,7 +152,7 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
                 is_result_unused = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
                 block_products = _products(block, context, repeats, (i, context.number, j), is_result_unused)
                 products += block_products
-                product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
+                product_flops = sum(2.0 * p.k * p.n * p.components * (p.count / repeats) for p in block_products)
                 mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, platform))
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / flops_per_pass
@@ -171,7 +171,8 @@ def _products(
     ]
     products = []
     for parameter in block.parameters(context).values():
-        pairs = [(a, n) for a, n in zip(parameter.axes, parameter.shape, strict=True) if a is not None]
+        matrix_dims = zip(parameter.axes[parameter.stack_dims :], parameter.shape[parameter.stack_dims :], strict=True)
+        pairs = [(a, n) for a, n in matrix_dims if a is not None]
         if parameter.group not in _PRODUCT_GROUPS or len(pairs) < 2:
             continue
         first_axis, other_axes = tuple(pairs[:1]), tuple(pairs[1:])
@@ -180,14 +181,23 @@ def _products(
         match = next((pair for pair in unmatched if math.prod(pair[1].tensor.shape[2:]) == length), None)
         if match is not None:
             unmatched.remove(match)
-        components = parameter.size // math.prod(n for _, n in pairs)
+        stacked = math.prod(parameter.shape[: parameter.stack_dims])
+        components = parameter.size // stacked // math.prod(n for _, n in pairs)
+        per_token = 1 if parameter.matrices_per_token is None else parameter.matrices_per_token
         operand_key = (*block_key, tuple(axis for axis, _ in input_axes), parameter.group)
         name, is_needed_backward = (
             (None, True) if match is None else (match[0].name, not (is_result_unused and match[0].result))
         )
         products.append(
             Product(
-                input_axes, output_axes, count, components, parameter.float32, operand_key, name, is_needed_backward
+                input_axes,
+                output_axes,
+                count * per_token,
+                components,
+                parameter.float32,
+                operand_key,
+                name,
+                is_needed_backward,
             )
         )
     return products

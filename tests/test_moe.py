@@ -1,0 +1,124 @@
+"""Tests of mixture-of-experts feed-forwards: routing, dispatch, capacity, losses and refusals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import compose_config, small_run
+from valkyrie.axes import UNSHARDED
+from valkyrie.config.run import Run
+from valkyrie.models.block import BlockContext
+from valkyrie.models.feed_forward import Nonlinearity
+from valkyrie.models.layers import Boundaries
+from valkyrie.models.moe import MoE, Scores
+from valkyrie.ops.linear import FLOAT32
+from valkyrie.problems import ProblemCode
+
+EMBED, BATCH, SEQ = 8, 2, 12
+
+
+def build(**settings):
+    """Return a small block with these settings, its module, and a random input (batch, seq, embed)."""
+    block = MoE(**({"experts": 4, "top_k": 2, "mlp": 6, "capacity_factor": None} | settings))
+    module = block.build(BlockContext(EMBED, 2, key="model.moe"), numerics=FLOAT32, key=jax.random.key(1))
+    return block, module, jax.random.normal(jax.random.key(0), (BATCH, SEQ, EMBED))
+
+
+def apply(module, x):
+    return module(x, Boundaries(), UNSHARDED)
+
+
+def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
+    """Return the output token by token, in float64. Every expert takes at most `block.capacity` tokens a sequence."""
+    weights = {name: np.asarray(getattr(module, name)[...], np.float64) for name in ("router", *block.matrix_names)}
+
+    def expert(token, i):
+        up, down = token @ weights["up"][i], weights["down"][i]
+        if not block.kind.is_gated:
+            return np.maximum(up, 0) @ down.T
+        gate = token @ weights["gate"][i]
+        return (gate / (1 + np.exp(-gate)) * up) @ down.T
+
+    y, capacity = np.zeros(x.shape), block.capacity(x.shape[1])
+    for row in range(x.shape[0]):
+        counts = np.zeros(block.experts, int)
+        for position, token in enumerate(np.asarray(x[row], np.float64)):
+            logits = token @ weights["router"]
+            is_softmax = block.scores is Scores.softmax
+            scores = np.exp(logits) / np.exp(logits).sum() if is_softmax else 1 / (1 + np.exp(-logits))
+            chosen = np.argsort(-scores)[: block.top_k]
+            total = scores[chosen].sum() if block.normalize else 1.0
+            for i in chosen:
+                if counts[i] < capacity:
+                    y[row, position] += scores[i] / total * expert(token, i)
+                counts[i] += 1
+    return y
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"normalize": True, "top_k": 3},
+        {"scores": Scores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
+        {"capacity_factor": 0.5},
+    ],
+)
+def test_a_mixture_equals_a_calculation_token_by_token(settings):
+    block, module, x = build(**settings)
+    y, values = jax.jit(apply)(module, x)
+    np.testing.assert_allclose(y, apply_by_hand(block, module, x), rtol=1e-4, atol=1e-6)
+    assert set(values) == set(block.auxiliary) and {v.shape for v in values.values()} == {(BATCH,)}
+    if block.capacity_factor is None:
+        np.testing.assert_allclose(values["dropped"], 0, atol=1e-7)
+    else:
+        assert np.all(values["dropped"] >= 1 - block.capacity_factor - 1e-6)
+
+
+def test_shared_experts_are_added_for_every_token():
+    _, module, x = build(shared_experts=2)
+    y, _ = apply(module, x)
+    up, gate, down = (getattr(module, f"shared_{name}")[...] for name in ("up", "gate", "down"))
+    hidden = jax.nn.silu(jnp.einsum("bse,enm->bsnm", x, gate)) * jnp.einsum("bse,enm->bsnm", x, up)
+    module.shared_down[...] = 0 * down
+    routed, _ = apply(module, x)
+    np.testing.assert_allclose(y - routed, jnp.einsum("bsnm,enm->bse", hidden, down), rtol=1e-4, atol=1e-6)
+
+
+def test_losses_and_metrics_of_a_balanced_and_a_collapsed_router():
+    _, module, x = build(top_k=1)
+    module.router[...] = jnp.zeros((EMBED, 4))
+    collapsed = apply(module, x)[1]  # equal logits: the first expert gets every token
+    np.testing.assert_allclose([collapsed["max_load"], collapsed["balance"]], [[4, 4], [1, 1]], rtol=1e-5)
+    np.testing.assert_allclose(collapsed["entropy"], np.log(4), rtol=1e-5)
+    np.testing.assert_allclose(collapsed["z"], np.log(4) ** 2, rtol=1e-5)
+    module.router[...] = 50.0 * jnp.eye(EMBED, 4)
+    balanced = apply(module, jnp.tile(jnp.eye(4, EMBED), (BATCH, SEQ // 4, 1)))[1]
+    np.testing.assert_allclose([balanced["max_load"], balanced["balance"]], np.ones((2, BATCH)), rtol=1e-5)
+    np.testing.assert_allclose(balanced["entropy"], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "allowed"),
+    [
+        ("model.moe.top_k=9", "model.moe.top_k", 8),
+        ("model.moe.top_k=0", "model.moe.top_k", 1),
+        ("model.moe.experts=0", "model.moe.experts", 1),
+        ("model.moe.capacity_factor=0", "model.moe.capacity_factor", 0),
+    ],
+)
+def test_bad_settings_are_refused(override, key, allowed):
+    (problem,) = Run.from_config(compose_config("model=moe_tiny", override)).problems()
+    assert (problem.code, problem.key) == (ProblemCode.out_of_range, key)
+    assert allowed in (problem.allowed.least, problem.allowed.most, problem.allowed.above)
+
+
+def test_flops_count_active_experts_and_memory_counts_all():
+    model = small_run("moe_tiny").model
+    more = small_run("moe_tiny", "model.moe.experts=16").model
+    router = 2 * model.embed * 8 * model.layers
+    assert more.flops_per_token(48) - model.flops_per_token(48) == router
+    assert more.parameter_count() - model.parameter_count() == 8 * model.layers * model.embed * (3 * model.moe.mlp + 1)

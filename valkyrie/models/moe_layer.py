@@ -1,0 +1,87 @@
+"""The Flax module of the mixture-of-experts block (`valkyrie.models.moe`)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from valkyrie.axes import Shard
+from valkyrie.models.block import BlockContext
+from valkyrie.models.feed_forward_layer import NONLINEARITIES
+from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
+from valkyrie.models.moe import MoE, Scores
+from valkyrie.ops.experts import Routing, combine_dense, dispatch_dense, dispatch_mask, route
+from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
+
+
+class MoELayer(nnx.Module):
+    """A mixture of experts. Matrices are initialised like those of a dense feed-forward (`FeedForwardLayer`)."""
+
+    def __init__(self, block: MoE, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        self.block, self.numerics = block, numerics
+        specs = block.parameters(context)
+        down_deviation = 1 / math.sqrt(2 * context.layers * block.mlp)
+        for (name, spec), weight_key in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
+            deviation = down_deviation if name.endswith("down") else context.embed**-0.5
+            setattr(self, name, parameter(spec, normal(weight_key, spec.shape, deviation), numerics))
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
+        """Return the weighted sum of the experts' outputs, and the values that `MoE.auxiliary` declares."""
+        block = self.block
+        with jax.named_scope("router"):
+            logits = project("bse,en->bsn", x, self.router, shard=shard, numerics=FLOAT32)
+            logits = shard(logits, "batch", "seq", None)
+            routing = route(logits, block.top_k, softmax=block.scores is Scores.softmax, normalize=block.normalize)
+        y, dropped = self._apply_experts(x, routing, shard)
+        if block.shared_experts:
+            hidden = self._hidden("bse,enm->bsnm", x, "shared_", shard)
+            hidden = shard(hidden, "batch", "seq", None, "mlp")
+            y = y + self._project("bsnm,enm->bse", hidden, "shared_down", shard)
+        return y, self._auxiliary(logits, routing, dropped)
+
+    def _apply_experts(
+        self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
+    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
+        """Return the weighted sum of the outputs of each token's experts, and the share of dropped assignments."""
+        mask = dispatch_mask(routing.one_hot, self.block.capacity(x.shape[1]))
+        rows = dispatch_dense(x, mask)
+        rows = shard(rows, "experts", "batch", None, "embed")
+        hidden = self._hidden("nbce,nem->nbcm", rows, "", shard)
+        hidden = shard(hidden, "experts", "batch", None, "mlp")
+        outputs = self._project("nbcm,nem->nbce", hidden, "down", shard)
+        outputs = shard(outputs, "experts", "batch", None, "embed")
+        y = combine_dense(outputs, mask, routing)
+        kept = jnp.sum(mask, axis=(1, 2, 3, 4), dtype=jnp.float32)
+        return y, 1 - kept / (x.shape[1] * self.block.top_k)
+
+    def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
+        """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""
+        nonlinearity = NONLINEARITIES[self.block.kind]
+        up = self._project(equation, x, f"{prefix}up", shard)
+        if not self.block.kind.is_gated:
+            return nonlinearity(up)
+        up, gate = compute_cotangents_once(up, self._project(equation, x, f"{prefix}gate", shard))
+        return nonlinearity(gate) * up
+
+    def _project(self, equation: str, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
+        return project(equation, x, getattr(self, name), shard=shard, numerics=self.numerics, name=name)
+
+    def _auxiliary(
+        self, logits: Float[Array, "batch seq experts"], routing: Routing, dropped: Float[Array, " batch"]
+    ) -> AuxiliaryValues:
+        experts = self.block.experts
+        loads = experts * jnp.mean(routing.one_hot, axis=(1, 2), dtype=jnp.float32)
+        logs = jnp.log(jnp.maximum(routing.probabilities, jnp.finfo(jnp.float32).tiny))
+        return {
+            "balance": jnp.sum(loads * jnp.mean(routing.probabilities, axis=1), axis=-1),
+            "z": jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=-1),
+            "max_load": jnp.max(loads, axis=-1),
+            "dropped": dropped,
+            "entropy": -jnp.mean(jnp.sum(routing.probabilities * logs, axis=-1), axis=-1),
+        }
