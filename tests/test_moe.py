@@ -13,7 +13,7 @@ from valkyrie.config.run import Run
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
-from valkyrie.models.moe import MoE, Scores
+from valkyrie.models.moe import MoE, RouterScores
 from valkyrie.ops.linear import FLOAT32
 from valkyrie.problems import ProblemCode
 
@@ -47,7 +47,7 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
         counts = np.zeros(block.experts, int)
         for position, token in enumerate(np.asarray(x[row], np.float64)):
             logits = token @ weights["router"]
-            is_softmax = block.scores is Scores.softmax
+            is_softmax = block.router is RouterScores.softmax
             scores = np.exp(logits) / np.exp(logits).sum() if is_softmax else 1 / (1 + np.exp(-logits))
             chosen = np.argsort(-scores)[: block.top_k]
             total = scores[chosen].sum() if block.normalize else 1.0
@@ -63,7 +63,7 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
     [
         {},
         {"normalize": True, "top_k": 3},
-        {"scores": Scores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
+        {"router": RouterScores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
         {"capacity_factor": 0.5},
     ],
 )

@@ -12,7 +12,7 @@ from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.problems import Problem, check_range
 
 
-class Scores(Enum):
+class RouterScores(Enum):
     """Function from a token's router logits to its scores: softmax over all experts, or a sigmoid of each logit."""
 
     softmax = "softmax"
@@ -43,7 +43,7 @@ class MoE(Block):
         shared_experts: Number of additional experts that every token uses, with weight 1 (DeepSeekMoE, arXiv
             2401.06066).
         kind: Nonlinearity of the experts.
-        scores: Function from router logits to scores.
+        router: Function from router logits to scores.
         normalize: Divide the scores of the chosen experts by their sum. With softmax, this is a softmax over the chosen
             logits (Mixtral, arXiv 2401.04088).
         dispatch: How tokens reach their experts.
@@ -58,7 +58,7 @@ class MoE(Block):
     mlp: int = 512
     shared_experts: int = 0
     kind: Nonlinearity = Nonlinearity.swiglu
-    scores: Scores = Scores.softmax
+    router: RouterScores = RouterScores.softmax
     normalize: bool = False
     dispatch: Dispatch = Dispatch.dense
     capacity_factor: float | None = 1.25

@@ -13,7 +13,7 @@ from valkyrie.axes import Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward_layer import NONLINEARITIES
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
-from valkyrie.models.moe import MoE, Scores
+from valkyrie.models.moe import MoE, RouterScores
 from valkyrie.ops.experts import Routing, combine_dense, dispatch_dense, dispatch_mask, route
 from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
 
@@ -37,7 +37,9 @@ class MoELayer(nnx.Module):
         with jax.named_scope("router"):
             logits = project("bse,en->bsn", x, self.router, shard=shard, numerics=FLOAT32)
             logits = shard(logits, "batch", "seq", None)
-            routing = route(logits, block.top_k, softmax=block.scores is Scores.softmax, normalize=block.normalize)
+            routing = route(
+                logits, block.top_k, softmax=block.router is RouterScores.softmax, normalize=block.normalize
+            )
         y, dropped = self._apply_experts(x, routing, shard)
         if block.shared_experts:
             hidden = self._hidden("bse,enm->bsnm", x, "shared_", shard)
