@@ -96,14 +96,7 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) 
         return lines
     if settle := _compile_text(request, rival, f"To settle it, first compile #{place}"):
         return [*lines, settle]
-    limit = duration_text(best.step_s * cost(rival) / cost(best))
-    settle = (
-        f"To settle it, measure #1 on {best.candidate.target}: above {limit} a step, #{place} is {better} as predicted"
-    )
-    command = layout_command(request, best, ["mode=measure"])
-    if not has_devices(target_slice(request, best)):
-        command = launch_command(request, best, command)
-    return [*lines, f"{settle}." if command is None else f"{settle}: {command}"]
+    return [*lines, _measure_text(request, rows, place)]
 
 
 def _describe_accuracy(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
