@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from helpers import compose_run
 from machines import needs_libtpu
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.train.program import StepProgram
 
 pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
 
@@ -147,3 +150,29 @@ def test_a_step_that_nearly_fills_the_memory_overlaps_its_communication(folder: 
     sent = record["communication"]
     assert sent["exposed_s"] < 0.6 * sent["sending_s"], "without the options all communication is exposed"
     assert "target.chip.xla_options.xla_latency_hiding_scheduler_rerun=2" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_that_may_not_fit_keeps_no_unsummed_gradient_of_the_head(tied: bool):
+    """GPT-3 175B on v6e-256 needs 31.5 GiB if the gradient of the head is summed after the layers, and runs in fact."""
+    import jax
+
+    from valkyrie.hardware.platforms import get_platform
+    from valkyrie.hardware.target import usable_hbm
+    from valkyrie.parallel.mesh import build_mesh
+    from valkyrie.search.compile.child import parse_shortage
+
+    run = compose_run(
+        "model=gpt3_175b", "target=v6e-256", "mesh=16x16x1", "partition=fsdp", "remat=full", "batch=768", "seq=2048",
+        "precision=bf16_mixed", "precision.reduction=bfloat16", "model.document_boundary=cross",
+        f"model.tie_embeddings={tied}", "+target.chip.xla_options.xla_tpu_max_hbm_size_mib=1",
+    )  # fmt: skip
+    devices = get_platform("tpu").devices_to_compile_for(run.config.target, run.config.mesh.size)
+    program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
+    with pytest.raises(jax.errors.JaxRuntimeError) as refusal:  # the limit of 1 MiB ends the compile within seconds
+        program.compile_step()
+    needed, usable = parse_shortage(str(refusal.value)).needed, usable_hbm(run.config.target.chip)
+    assert needed is not None and usable is not None and needed < 0.96 * usable
+    smaller = run.changed(batch=256)
+    assert not StepProgram(smaller, abstract_mesh(smaller.config.mesh), backend="tpu").shard.sums_head_first

@@ -137,7 +137,8 @@ def test_memory_holds_one_chunk_of_logits():
     assert temporaries(16) < all_logits / 4 < all_logits <= temporaries(seq)
 
 
-def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
+@pytest.mark.parametrize("sum_first", [False, True])
+def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk(sum_first: bool):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("d", "s", "m"), axis_types=(AxisType.Auto,) * 3)
     batch, seq, embed, vocab = 4, 32, 8, 64
     shapes = [
@@ -152,7 +153,7 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
     def loss(hidden, unembed, targets, weights):
         out = cross_entropy(
             hidden, unembed, targets, weights, vocab_size=60, chunk=4, seq_shards=2, batch_shards=2,
-            constrain=lambda x: jax.lax.with_sharding_constraint(x, logits_sharding),
+            constrain=lambda x: jax.lax.with_sharding_constraint(x, logits_sharding), sum_first=sum_first,
         )  # fmt: skip
         return out.loss_sum
 

@@ -162,6 +162,14 @@ class Shard(Protocol):
         """Platform the program will run on (cpu, gpu or tpu), or None for JAX's default backend."""
         ...
 
+    @property
+    def sums_head_first(self) -> bool:
+        """Whether to sum the gradient of the loss head over devices before the backward pass of the layers.
+
+        This saves memory, but the sum then overlaps with nothing.
+        """
+        ...
+
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Constrain an activation to its sharding under the partition. `axes` has one logical axis per dimension."""
         ...
@@ -244,6 +252,7 @@ class Unsharded:
     """The `Shard` of a single device: returns arrays unchanged."""
 
     backend: str | None = None
+    sums_head_first: bool = False
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` itself."""

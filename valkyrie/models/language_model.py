@@ -348,6 +348,7 @@ class LanguageModel(nnx.Module):
             constrain=lambda logits: shard(logits, "batch", position_axes, "vocab"),
             gather=lambda table: shard.gather_for_use(table, "vocab", channel_axis),
             sum_gradient=self._gradient_sum(shard),
+            sum_first=shard.sums_head_first,
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 

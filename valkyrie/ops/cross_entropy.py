@@ -46,6 +46,7 @@ class _Settings(NamedTuple):
     sum_gradient: ArrayFunction | None
     batch_shards: int
     seq_shards: int
+    sum_first: bool
 
 
 def cross_entropy(
@@ -63,6 +64,7 @@ def cross_entropy(
     constrain: ArrayFunction | None = None,
     gather: ArrayFunction | None = None,
     sum_gradient: ArrayFunction | None = None,
+    sum_first: bool = False,
 ) -> CrossEntropy:
     """Return the cross-entropy of the targets and the z-loss.
 
@@ -86,6 +88,8 @@ def cross_entropy(
             it is cast to the dtype of `unembed`.
         sum_gradient: Sums the float32 gradient of the unembedding, (batch_shards, seq_shards, vocab, embed), over its
             first two dimensions. None: an ordinary sum.
+        sum_first: Whether the backward pass computes this sum before the gradients of earlier layers, which saves
+            memory. Otherwise, compilers may keep the gradients of the shards until the end of the backward pass.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
@@ -106,7 +110,7 @@ def cross_entropy(
         raise ValueError(f"chunk={chunk}: the loss is computed for `chunk` positions at a time. Use chunk=1 or more.")
     shard_length = seq // seq_shards
     chunk = min(chunk, shard_length)
-    settings = _Settings(vocab_size, soft_cap, constrain, gather, sum_gradient, batch_shards, seq_shards)
+    settings = _Settings(vocab_size, soft_cap, constrain, gather, sum_gradient, batch_shards, seq_shards, sum_first)
     split = functools.partial(_split_chunks, seq_shards=seq_shards, chunk=chunk)
     token_losses: Any = _token_losses(settings, split(hidden), unembed, split(targets))
     nll, log_sum = (_merge_chunks(x, seq_shards, batch, seq) for x in token_losses)
@@ -214,7 +218,10 @@ def _token_losses_backward(settings, residuals, cotangents):
     zeros = jnp.zeros((settings.batch_shards, settings.seq_shards, *unembed.shape), jnp.float32)
     d_unembed, d_hidden = jax.lax.scan(chunk_step, zeros, (hidden, targets, log_sum, d_nll, d_log_sum))
     total = d_unembed.sum((0, 1)) if settings.sum_gradient is None else settings.sum_gradient(d_unembed)
-    return d_hidden, total.astype(dtype), None
+    total = total.astype(dtype)
+    if settings.sum_first:
+        d_hidden, total = jax.lax.optimization_barrier((d_hidden, total))
+    return d_hidden, total, None
 
 
 def _split_shards(settings: _Settings, x: Array) -> Array:

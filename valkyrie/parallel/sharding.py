@@ -39,6 +39,7 @@ class MeshShard:
         *,
         axes_summed_once: Collection[str] = (),
         reduction_dtype: str = ACCUMULATOR_DTYPE.value,
+        sums_head_first: bool = False,
     ) -> None:
         """Make the `Shard` of a layout.
 
@@ -50,10 +51,12 @@ class MeshShard:
                 reduce-scattered.
             axes_summed_once: Mesh axes over which a step sums gradients once (`SumGradientsPer`).
             reduction_dtype: Dtype of this sum.
+            sums_head_first: See `Shard`.
         """
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
+        self.sums_head_first = sums_head_first
         self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
         self._can_check_vma = True
         self._axes_summed_once, self._reduction_dtype = axes_summed_once, reduction_dtype
@@ -177,7 +180,13 @@ class MeshShard:
         `layout`: Layout to use instead of this one, such as that within a pipeline stage.
         """
         layout = (layout or self.layout).shard_layout(self._axes_summed_once)
-        return MeshShard(layout, jax.sharding.get_abstract_mesh(), self.backend, self._gradient_sum)
+        return MeshShard(
+            layout,
+            jax.sharding.get_abstract_mesh(),
+            self.backend,
+            self._gradient_sum,
+            sums_head_first=self.sums_head_first,
+        )
 
     def map(
         self,
