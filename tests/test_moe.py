@@ -9,12 +9,14 @@ import pytest
 
 from helpers import compose_config, small_run
 from valkyrie.axes import UNSHARDED
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
 from valkyrie.models.moe import MoE, RouterScores
 from valkyrie.ops.linear import FLOAT32
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
 
 EMBED, BATCH, SEQ = 8, 2, 12
@@ -114,6 +116,28 @@ def test_bad_settings_are_refused(override, key, allowed):
     (problem,) = Run.from_config(compose_config("model=moe_tiny", override)).problems()
     assert (problem.code, problem.key) == (ProblemCode.out_of_range, key)
     assert allowed in (problem.allowed.least, problem.allowed.most, problem.allowed.above)
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused_with_the_nearest_legal_values():
+    arguments = ("model=moe_tiny", "mesh=2x1x4", "partition=fsdp_ep", "model.moe.experts=6")
+    (problem,) = parse_run(arguments).problems()
+    assert (problem.code, problem.key) == (ProblemCode.not_divisible, "model.moe.experts")
+    assert problem.nearest == (4, 8) and problem.legal_sizes == (1, 2)
+
+
+def test_memory_and_gathers_of_experts_are_counted_once_per_device():
+    specs = small_run("moe_tiny").model.parameters()
+    weights = specs["segment_0.block_0.feed_forward.up"]
+    for partition, stored, used in (("fsdp", 8, 1), ("fsdp_ep", 8, 2), ("1d_tp", 2, 2)):
+        run = small_run("moe_tiny", "mesh=2x2x2", f"partition={partition}")
+        layout = run.layout
+        rules, sizes = (layout.parameters, layout.activations), {a: np.array([n]) for a, n in layout.mesh.axes.items()}
+        ones = np.ones(1, np.int64)
+        candidates = Candidates(layout.partition, *rules, run.arrays, sizes, {}, ones, ones)
+        assert candidates.shard_elements(weights, "stored") == weights.size / stored
+        assert candidates.shard_elements(weights, "used") == weights.size / used
+        split_axes = {m for entry in layout.gathered_axes(weights.axes) for m in entry}
+        assert set(candidates.gathered_mesh_axes(weights)) == split_axes
 
 
 def test_flops_count_active_experts_and_memory_counts_all():

@@ -79,6 +79,18 @@ def test_roles_of_a_mesh(name: str):
     assert layout_of("4x4x2", name).describe_roles() == ROLES[name]
 
 
+def test_an_axis_of_experts_also_splits_the_batch_and_the_other_parameters():
+    layout = layout_of("2x2x2", "fsdp_ep", "moe_tiny")
+    assert str(layout.roles["z"]) == "EP(batch,experts,embed)" and layout.degrees["EP"] == 2
+    assert "EP" not in layout_of("2x2x2", "fsdp_ep").degrees
+    weights = ("layers", "experts", "embed", "mlp")
+    assert layout.stored_axes(weights) == ((), ("z",), ("x", "y"), ())
+    assert layout.gathered_axes(weights) == ((), (), ("x", "y"), ())
+    assert layout.stored_axes(("embed", "vocab")) == (("x", "y", "z"), ())
+    assert layout.activation_axes(("experts", "batch", None)) == (("z",), ("x", "y"), ())
+    assert layout.activation_axes((None, "batch", None)) == ((), ("x", "y", "z"), ())
+
+
 @pytest.mark.parametrize("name", PARTITIONS)
 @pytest.mark.parametrize("axis", ["w", "s"])
 def test_a_fourth_axis_and_the_slice_axis_shard_data(name: str, axis: str):

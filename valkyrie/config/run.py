@@ -30,10 +30,10 @@ from valkyrie.parallel.batches import BatchSizes, resolve_batches
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import product_problems, target_problems
-from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.partition import PartitionConfig, shipped_partitions
 from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import config_names, read_group, write_atomic
+from valkyrie.paths import config_names, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, raise_problems
 from valkyrie.processes.distributed import DistributedConfig
@@ -375,8 +375,7 @@ class Run:
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that are legal for this mesh, model and batch."""
-        partitions = read_group("partition", PartitionConfig)
-        runs = [self.changed(partition=partition) for partition in partitions]
+        runs = [self.changed(partition=partition) for partition in shipped_partitions(self.arrays.axes)]
         return [run.config.partition.name for run in runs if not run.layout_problem_identities()]
 
     def record(self) -> dict[str, Any]:

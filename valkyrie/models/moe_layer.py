@@ -52,12 +52,15 @@ class MoELayer(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         """Return the weighted sum of the outputs of each token's experts, and the share of dropped assignments."""
         mask = dispatch_mask(routing.one_hot, self.block.capacity(x.shape[1]))
-        rows = dispatch_dense(x, mask)
+        # The first constraint keeps the tokens on their devices, the second one is an all-to-all. With only the second,
+        # XLA may gather the tokens of all devices instead.
+        rows = shard(dispatch_dense(x, mask), None, "batch", None, "embed")
         rows = shard(rows, "experts", "batch", None, "embed")
         hidden = self._hidden("nbce,nem->nbcm", rows, "", shard)
         hidden = shard(hidden, "experts", "batch", None, "mlp")
         outputs = self._project("nbcm,nem->nbce", hidden, "down", shard)
         outputs = shard(outputs, "experts", "batch", None, "embed")
+        outputs = shard(outputs, None, "batch", None, "embed")
         y = combine_dense(outputs, mask, routing)
         kept = jnp.sum(mask, axis=(1, 2, 3, 4), dtype=jnp.float32)
         return y, 1 - kept / (x.shape[1] * self.block.top_k)

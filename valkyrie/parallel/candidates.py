@@ -187,7 +187,19 @@ class Candidates:
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return find_zero1_axes(data_axes, map(self.stored_axes, axes))
 
-    def count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
+    def gathered_mesh_axes(self, spec: Parameter) -> tuple[str, ...]:
+        """Return the mesh axes over which a parameter is gathered for use, over all its dimensions."""
+        reserved = self._reserved_axes(spec)
+        return tuple(m for axis in spec.axes for m in self.gathered_axes(axis) if m not in reserved)
+
+    def _reserved_axes(self, spec: Parameter) -> frozenset[str]:
+        """Return the mesh axes that split a parameter's dispatched axis, and so no other (`reserve_dispatched`)."""
+        dispatched = self.arrays.dispatched_axes.intersection(spec.axes)
+        return frozenset(m for axis in dispatched for m in self.stored_axes(axis))
+
+    def count_parts(
+        self, logical: str | None, kind: str, length: int, reserved: frozenset[str] = frozenset()
+    ) -> np.ndarray:
         """Return the number of parts of a logical axis of this length, for each layout.
 
         If `Arrays.sharded_like` maps the axis to another one, and both have the same rule, the axis is split only over
@@ -197,10 +209,12 @@ class Candidates:
             logical: The logical axis, or None for an axis that is never split.
             kind: `stored`, `used` or `accumulated` for parameters, `active` for activations.
             length: Length of the logical axis.
+            reserved: Mesh axes that do not split it, because they split a dispatched axis of the same array.
         """
-        return self._cached((logical, kind, length), lambda: self._count_parts(logical, kind, length))
+        key = (logical, kind, length, reserved)
+        return self._cached(key, lambda: self._count_parts(logical, kind, length, reserved))
 
-    def _count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
+    def _count_parts(self, logical: str | None, kind: str, length: int, reserved: frozenset[str]) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
         axes_by_kind = {
@@ -209,7 +223,8 @@ class Candidates:
             "accumulated": self.accumulated_axes,
             "active": self.activations.__getitem__,
         }
-        axes = axes_by_kind[kind](logical)
+        is_reserved = logical not in self.arrays.dispatched_axes
+        axes = tuple(axis for axis in axes_by_kind[kind](logical) if not (is_reserved and axis in reserved))
         parts = self.axes_size(axes)
         if logical not in self.arrays.sharded_like:
             return parts
@@ -228,9 +243,9 @@ class Candidates:
         `kind` is `stored` (between steps), `used` (gathered over data axes), or `accumulated` (its gradient within a
         shard of the batch, see `SumGradientsPer`).
         """
-        elements = np.full(len(self), float(spec.size))
+        elements, reserved = np.full(len(self), float(spec.size)), self._reserved_axes(spec)
         for axis, length in zip(spec.axes, spec.shape, strict=True):
-            elements = elements / (self.stages if axis == LAYERS else self.count_parts(axis, kind, length))
+            elements = elements / (self.stages if axis == LAYERS else self.count_parts(axis, kind, length, reserved))
         return elements
 
     def state_shard_elements(self, spec: Parameter) -> np.ndarray:
@@ -243,7 +258,8 @@ class Candidates:
         elements = self.shard_elements(spec, "stored")
         if not self.partition.zero1:
             return elements
-        splits = [self.count_parts(axis, "stored", n) for axis, n in zip(spec.axes, spec.shape, strict=True)]
+        reserved = self._reserved_axes(spec)
+        splits = [self.count_parts(axis, "stored", n, reserved) for axis, n in zip(spec.axes, spec.shape, strict=True)]
         for size in (self.sizes[axis] for axis in self.zero1_axes(spec.axes)):
             is_unsplit = np.ones(len(self), bool)
             for i, (axis, length) in enumerate(zip(spec.axes, spec.shape, strict=True)):

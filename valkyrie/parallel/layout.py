@@ -67,15 +67,20 @@ class Layout:
     @property
     def roles(self) -> dict[str, Role]:
         """The role of every mesh axis."""
-        return assign_roles(self.mesh, self.parameters, self.activations)
+        return assign_roles(self.mesh, self.parameters, self.activations, self.dispatched_axes)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Product of the mesh axis sizes of each kind of role: `{"DP": 2, "FSDP": 1, "MP1": 4, ...}`."""
+        """Product of the mesh axis sizes of each kind of role: `{"DP": 2, "FSDP": 1, "MP1": 4, ...}`.
+
+        `EP` is left out if no axis has it.
+        """
         degrees = {kind.value: 1 for kind in RoleKind if kind not in (RoleKind.idle, RoleKind.unused)}
         for axis, role in self.roles.items():
             if role.kind.value in degrees:
                 degrees[role.kind.value] *= self.mesh.axes[axis]
+        if degrees[RoleKind.EP.value] == 1:
+            del degrees[RoleKind.EP.value]
         return degrees
 
     @property
@@ -137,12 +142,14 @@ class Layout:
 
     def stored_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
-        return tuple(() if a is None else find_rule(a, self.parameters) for a in axes)
+        mesh_axes = [() if a is None else find_rule(a, self.parameters) for a in axes]
+        return reserve_dispatched(axes, mesh_axes, self.dispatched_axes)
 
     def gathered_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes over which a parameter is gathered for use (`find_gathered_axes`)."""
         rules = self.parameters, self.activations, self.dispatched_axes
-        return tuple(find_gathered_axes(axis, *rules) for axis in axes)
+        entries = zip(axes, self.stored_axes(axes), strict=True)
+        return tuple(tuple(m for m in find_gathered_axes(a, *rules) if m in stored) for a, stored in entries)
 
     def used_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a parameter while it is used."""
@@ -152,7 +159,8 @@ class Layout:
     def activation_axes(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation. A dimension may have a tuple of logical axes."""
         dimensions = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
-        return tuple(tuple(m for a in logical for m in find_rule(a, self.activations)) for logical in dimensions)
+        mesh_axes = [tuple(m for a in logical for m in find_rule(a, self.activations)) for logical in dimensions]
+        return reserve_dispatched(axes, mesh_axes, self.dispatched_axes)
 
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
@@ -186,6 +194,26 @@ class Layout:
     def format_axes(self, mesh_axes: Sequence[str]) -> str:
         """Format mesh axes with their sizes: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
+
+
+def reserve_dispatched(
+    axes: Sequence[Axis], mesh_axes: Sequence[tuple[str, ...]], dispatched_axes: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Return `mesh_axes`, per dimension of an array, without those of dispatched dimensions in other dimensions.
+
+    For example, if `z` splits experts and the batch, it splits only the experts of tokens that were sent to experts.
+    Likewise, if it splits experts and `embed`, it splits only the experts of their weights.
+
+    Args:
+        axes: Logical axis of each dimension.
+        mesh_axes: Mesh axes of each dimension by the rules of a partition.
+        dispatched_axes: Logical axes that tokens are sent along (`Arrays.dispatched_axes`).
+    """
+    reserved = {m for a, entry in zip(axes, mesh_axes, strict=True) if a in dispatched_axes for m in entry}
+    return tuple(
+        entry if not reserved or a in dispatched_axes else tuple(m for m in entry if m not in reserved)
+        for a, entry in zip(axes, mesh_axes, strict=True)
+    )
 
 
 def find_zero1_axes(data_axes: Iterable[str], stored_axes: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, axes_text
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode, suggest
 from valkyrie.units import memory_text
 
@@ -149,6 +150,23 @@ class PartitionConfig:
     rounds: int = 1
 
 
+def shipped_partitions(model_axes: Collection[str]) -> list[PartitionConfig]:
+    """Return the partitions in `conf/partition`, without those that shard a model like another one.
+
+    `model_axes` are the logical axes of the model. If partitions differ only in rules for other axes, such as `fsdp`
+    and `fsdp_ep` for a model without experts, the first one is returned.
+    """
+
+    def drop_other_axes(rules: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {logical: axes for logical, axes in rules.items() if logical.removesuffix("?") in model_axes}
+
+    distinct_partitions: dict[str, PartitionConfig] = {}
+    for partition in read_group("partition", PartitionConfig):
+        rules = {kind: drop_other_axes(getattr(partition, kind)) for kind in ("parameters", "activations")}
+        distinct_partitions.setdefault(repr(replace(partition, name="", **rules)), partition)
+    return [*distinct_partitions.values()]
+
+
 def resolve_rules(
     partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], other_axes: Collection[str] = ()
 ) -> tuple[Rules, Rules, list[Problem]]:
@@ -255,6 +273,7 @@ class RoleKind(Enum):
 
     DP: Splits the batch.
     FSDP: Splits the batch and parameters.
+    EP: Splits the batch and an axis that tokens are sent along, such as experts (`Arrays.dispatched_axes`).
     MP1: Splits heads, MLP, states or vocabulary (tensor parallelism).
     MP2: Splits only `embed`, the residual stream.
     SP: Splits the sequence.
@@ -265,6 +284,7 @@ class RoleKind(Enum):
 
     DP = "DP"
     FSDP = "FSDP"
+    EP = "EP"
     MP1 = "MP1"
     MP2 = "MP2"
     SP = "SP"
@@ -295,11 +315,14 @@ def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
     return " · ".join(f"{axis}={sizes[axis]} {role}" for axis, role in roles.items())
 
 
-def assign_roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
+def assign_roles(
+    mesh: MeshConfig, parameters: Rules, activations: Rules, dispatched_axes: Collection[str] = ()
+) -> dict[str, Role]:
     """Return the role of every mesh axis.
 
     A mesh axis of size 1 is unused. Otherwise, its kind depends on the first of these that it splits: `layers` (PP),
-    the batch (DP or FSDP), the sequence (SP), other axes of parameters (MP1 or MP2). Else it is idle.
+    the batch (DP, FSDP or, if it also splits one of `dispatched_axes`, EP), the sequence (SP), other axes of parameters
+    (MP1 or MP2). Else it is idle.
     """
     roles = {}
     for axis, size in mesh.axes.items():
@@ -311,7 +334,9 @@ def assign_roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dic
         elif LAYERS in split_axes:
             roles[axis] = Role(RoleKind.PP, tuple(split_axes))
         elif splits_batch:
-            roles[axis] = Role(RoleKind.FSDP if split_axes else RoleKind.DP, (BATCH, *split_axes))
+            kind = RoleKind.FSDP if split_axes else RoleKind.DP
+            kind = kind if set(dispatched_axes).isdisjoint(split_axes) else RoleKind.EP
+            roles[axis] = Role(kind, (BATCH, *split_axes))
         elif splits_sequence:
             roles[axis] = Role(RoleKind.SP, (SEQ, *split_axes))
         elif split_axes:

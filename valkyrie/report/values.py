@@ -96,15 +96,17 @@ def bars(rows: Sequence[Row]) -> Values:
 def cells(rows: Sequence[Row]) -> Values:
     """Return the data of the heat map: one cell for each combination of DP, MP1 and MP2 degrees, with its best row.
 
-    Here DP is the product of the degrees of DP, FSDP and SP. `rate` is None if no row of a cell has a speed. Returns an
-    empty list if no cell has a speed, or if every cell has a different DP, so that there is nothing to compare.
+    Here DP is the product of the degrees of DP, FSDP, EP and SP. `rate` is None if no row of a cell has a speed.
+    Returns an empty list if no cell has a speed, or if every cell has a different DP, so that there is nothing to
+    compare.
     """
     row_labels = label_rows(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.degrees:
-            degrees = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
-            by_cell[(degrees["DP"] * degrees["FSDP"] * degrees["SP"], degrees["MP1"], degrees["MP2"])].append(row)
+            degrees = {"DP": 1, "FSDP": 1, "EP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
+            dp = degrees["DP"] * degrees["FSDP"] * degrees["EP"] * degrees["SP"]
+            by_cell[(dp, degrees["MP1"], degrees["MP2"])].append(row)
     values: Values = []
     for (dp, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]

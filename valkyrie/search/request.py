@@ -15,7 +15,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice
 from valkyrie.modes.search import Config as SearchMode
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
-from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.partition import PartitionConfig, shipped_partitions
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import raise_problems
@@ -191,7 +191,7 @@ def parse_request(run: Run) -> SearchRequest:
     return SearchRequest(
         run=run,
         targets=targets,
-        partitions=tuple(_requested_partitions(config.partition, keys)),
+        partitions=tuple(_requested_partitions(config.partition, keys, run.arrays.axes)),
         remats=() if names_remat else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in keys else None,
         device_batches=tuple(mode.device_batches) or (() if config.device_batch is None else (config.device_batch,)),
@@ -203,17 +203,20 @@ def parse_request(run: Run) -> SearchRequest:
     )
 
 
-def _requested_partitions(partition: PartitionConfig, keys: Collection[str]) -> Iterator[PartitionConfig]:
+def _requested_partitions(
+    partition: PartitionConfig, keys: Collection[str], model_axes: Collection[str]
+) -> Iterator[PartitionConfig]:
     """Yield the run's partition if the command names it or one of its rules, otherwise all shipped partitions.
 
     Yields each with its pipeline schedules, and with and without ZeRO-1. Settings in the command apply to all of them.
+    Partitions that differ only in rules for logical axes that the model does not have are yielded once.
     """
     named_keys = {key.partition(".")[2].partition(".")[0] for key in keys if key.startswith("partition.")}
     if "partition" in keys or named_keys - {*_PARTITION_KEYS}:
         partitions = [partition]
     else:
         settings = {key: getattr(partition, key) for key in named_keys}
-        partitions = [replace(shipped, **settings) for shipped in read_group("partition", PartitionConfig)]
+        partitions = [replace(shipped, **settings) for shipped in shipped_partitions(model_axes)]
     for variant_base in partitions:
         yield from partition_variants(variant_base, named_keys)
 

@@ -213,7 +213,7 @@ class MemoryEstimator:
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
         for spec in self.run.model.parameters().values():
-            data_axes = [m for axis in spec.axes for m in layouts.gathered_axes(axis)]
+            data_axes = layouts.gathered_mesh_axes(spec)
             if LAYERS in spec.axes and data_axes:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
                 total = total + itemsize * (layouts.shard_elements(spec, "used") / layers) * (

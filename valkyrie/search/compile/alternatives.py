@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from valkyrie.axes import BATCH
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.partition import shipped_partitions
 from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.paths import read_group
 from valkyrie.search.compile.prediction import FullerRemat, OtherPartition, Saving
@@ -68,7 +68,7 @@ def fuller_remats(run: Run) -> tuple[FullerRemat, ...]:
 def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
     """Return all other partitions in `conf/partition` that are legal for this run, in ascending order of memory."""
     partitions = []
-    for partition in read_group("partition", PartitionConfig):
+    for partition in shipped_partitions(run.arrays.axes):
         variant = run.changed(partition=partition)
         if partition.name == run.config.partition.name or variant.problems(advise=False):
             continue
@@ -80,14 +80,14 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
 def _bytes_sent_for_data(run: Run) -> int | None:
     """Return the bytes that one device sends per step of data parallelism (DP or FSDP).
 
-    Returns None if the layout also has tensor (MP1, MP2), sequence (SP) or pipeline (PP) parallelism.
+    Returns None if the layout also has expert (EP), tensor (MP1, MP2), sequence (SP) or pipeline (PP) parallelism.
 
     On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. In each
     microbatch, parameters are gathered for the forward and for the backward pass, and gradients are all-reduced. The
     TPU compiler uses all-reduces for sharded gradients too.
     """
     layout, policy = run.layout, run.config.precision
-    if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
+    if any(layout.degrees.get(kind, 1) > 1 for kind in ("EP", "MP1", "MP2", "SP", "PP")):
         return None
     compute_itemsize, reduction_itemsize = (
         jnp.dtype(dtype.value).itemsize for dtype in (policy.compute, policy.reduction)
@@ -107,7 +107,7 @@ def _microbatch_and_partition_changes(run: Run) -> list[tuple[str, Run]]:
     for factor in (2, 4):
         count = config.microbatches * factor
         variants.append((f"microbatches={count}", run.changed(microbatches=count)))
-    partitions = read_group("partition", PartitionConfig)
+    partitions = shipped_partitions(run.arrays.axes)
     return variants + [
         (f"partition={partition.name}", run.changed(partition=partition))
         for partition in partitions

@@ -52,7 +52,7 @@ class ParameterTimes:
         """Seconds of gathering parameters that data axes shard twice, in the compute dtype."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
-            axes = self._gathered_axes(spec)
+            axes = self.layouts.gathered_mesh_axes(spec)
             if axes:
                 seconds += 2 * self.network.all_gather(
                     self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
@@ -116,7 +116,7 @@ class ParameterTimes:
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize
         for spec in self.work.parameters.values():
-            split = tuple(axis for axis in self._gathered_axes(spec) if axis in data_axes)
+            split = tuple(axis for axis in layouts.gathered_mesh_axes(spec) if axis in data_axes)
             stored = [m for axis in spec.axes for m in layouts.stored_axes(axis)]
             # Data axes that split the parameter are left out: the reduce-scatter covers them, or (experts) the shard
             # has received the tokens of all devices.
@@ -163,13 +163,9 @@ class ParameterTimes:
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
-                bytes_ = (
-                    4 * self.layouts.shard_elements(spec, "used") / self.layouts.axes_size(self._gathered_axes(spec))
-                )
+                gathered_parts = self.layouts.axes_size(self.layouts.gathered_mesh_axes(spec))
+                bytes_ = 4 * self.layouts.shard_elements(spec, "used") / gathered_parts
                 seconds += self.network.all_gather(
                     self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True
                 )
         return seconds
-
-    def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
-        return tuple(m for axis in spec.axes for m in self.layouts.gathered_axes(axis))
