@@ -317,20 +317,30 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
 
 
 @pytest.mark.parametrize(
-    ("seq", "causal", "segments", "global_count", "soft_cap"),
+    ("seq", "causal", "segments", "global_count", "soft_cap", "max_dq_writes"),
     [
-        (1024, True, True, 0, 0.7),
-        pytest.param(1024, True, False, 3, None, marks=pytest.mark.slow),
-        pytest.param(296, True, True, 3, None, marks=pytest.mark.slow),
-        pytest.param(200, False, True, 0, None, marks=pytest.mark.slow),
+        (1024, True, True, 0, 0.7, 8),
+        (1024, True, True, 0, None, 1),
+        pytest.param(1024, True, False, 3, None, 8, marks=pytest.mark.slow),
+        pytest.param(1024, True, True, 3, None, 1, marks=pytest.mark.slow),
+        pytest.param(296, True, True, 3, None, 8, marks=pytest.mark.slow),
+        pytest.param(200, False, True, 0, None, 8, marks=pytest.mark.slow),
     ],
 )
-def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segments, global_count, soft_cap):
+def test_kernel_attention_over_a_sharded_sequence_equals_dense(
+    monkeypatch: pytest.MonkeyPatch, seq, causal, segments, global_count, soft_cap, max_dq_writes
+):
     """Runs in Pallas' interpreter.
 
     At seq=1024, the four shards exchange halves of their queries to balance causal work. At the other lengths they do
-    not, because the halves are not whole blocks or the attention is not causal.
+    not, because the halves are not whole blocks or the attention is not causal. With one dq write per kernel, the
+    backward pass has a kernel for each of two parts of the keys.
     """
+    from valkyrie.ops.attention import splash
+
+    monkeypatch.setattr(splash, "MAX_DQ_WRITES", max_dq_writes)
+    monkeypatch.setattr(splash, "WIDE_BLOCK", 512)
+    assert splash._causal_shard_blocks(seq // 8, 1024, 128)[0] == (2 if max_dq_writes == 1 else 1)
     q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=global_count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
@@ -479,6 +489,23 @@ def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, bac
     assert (sizes.block_q, sizes.block_kv, sizes.block_q_dkv) == (forward, forward, forward)
     assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (backward, backward_compute)
     assert sizes.use_fused_bwd_kernel is fused
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "head_dim", "parts"),
+    [
+        (8192, 16384, 128, 1),
+        (4096, 32768, 128, 2),
+        (8192, 131072, 128, 8),
+        (8192, 262144, 128, 1),
+        (8192, 8192, 256, 2),
+    ],
+)
+def test_the_backward_pass_of_a_causal_shard_is_fused_for_each_part_of_the_keys(rows, keys, head_dim, parts):
+    from valkyrie.ops.attention.splash import _causal_shard_blocks
+
+    count, sizes = _causal_shard_blocks(rows, keys, head_dim)
+    assert (count, sizes.use_fused_bwd_kernel) == (parts, keys <= 131072)
 
 
 @pytest.mark.parametrize("document_count", [1, 3, 40])

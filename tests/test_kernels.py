@@ -32,15 +32,20 @@ def splash_instruction(kernel, blocks, body):
         blocks: Block sizes, as in the kernel's metadata.
         body: HLO text before the entry computation, and its instructions before the kernel.
     """
+    before, entry = body
+    call = splash_call(kernel, blocks)
+    module = parse_module(f"HloModule m, is_scheduled=true\n{before}ENTRY e {{\n{entry}  ROOT {call}}}\n")
+    return module.instructions[kernel[0]]
+
+
+def splash_call(kernel, blocks, mask="m"):
+    """Return HLO text of a splash kernel with this block table. Other arguments are those of `splash_instruction`."""
     name, result, operands = kernel
     metadata = json.dumps({"xprof_metadata": json.dumps(blocks)}).replace("\\", "\\\\").replace('"', r"\"")
-    before, entry = body
-    module = parse_module(
-        f"HloModule m, is_scheduled=true\n{before}ENTRY e {{\n{entry}"
-        f'  ROOT {name} = {result} custom-call(m, m, {operands}), custom_call_target="tpu_custom_call", '
-        f'frontend_attributes={{kernel_metadata="{metadata}"}}\n}}\n'
+    return (
+        f'{name} = {result} custom-call({mask}, {mask}, {operands}), custom_call_target="tpu_custom_call", '
+        f'frontend_attributes={{kernel_metadata="{metadata}"}}\n'
     )
-    return module.instructions[name]
 
 
 def causal_table(rows, columns, wider=1):
@@ -49,13 +54,16 @@ def causal_table(rows, columns, wider=1):
     return f"  m = s8[1,{rows},{columns}] constant({{{{{str(table)[1:-1].replace('[', '{').replace(']', '}')}}}}})\n"
 
 
+OWN_TABLE = (
+    "own {\n  t = s8[2,1,2,2] parameter(0)\n  d = s32[] parameter(1)\n  z = s32[] constant(0)\n"
+    "  c = s8[1,1,2,2] dynamic-slice(t, d, z, z, z), dynamic_slice_sizes={1,1,2,2}\n"
+    "  ROOT b = s8[1,2,2] bitcast(c)\n}\n"
+)
+"""HLO text of a fusion that selects a device's own block table."""
+
+
 def test_a_kernel_with_different_masks_per_device_costs_as_much_as_the_busiest():
     """Each of two devices selects its own table. One skips three of four blocks of a head, the other skips two."""
-    own = (
-        "own {\n  t = s8[2,1,2,2] parameter(0)\n  d = s32[] parameter(1)\n  z = s32[] constant(0)\n"
-        "  c = s8[1,1,2,2] dynamic-slice(t, d, z, z, z), dynamic_slice_sizes={1,1,2,2}\n"
-        "  ROOT b = s8[1,2,2] bitcast(c)\n}\n"
-    )
     entry = (
         "  t = s8[2,1,2,2] constant({{{{1,0},{0,0}}},{{{1,0},{2,0}}}})\n  d = s32[] parameter(0)\n"
         "  q = bf16[3,1024,128] parameter(1)\n  k = bf16[3,1024,128] parameter(2)\n"
@@ -63,11 +71,29 @@ def test_a_kernel_with_different_masks_per_device_costs_as_much_as_the_busiest()
     )
     forward = ("splash_mha_fwd", "bf16[3,1024,128]", "q, k, k")
     work = kernel_cost(
-        splash_instruction(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), known_chips()["v5e"]
+        splash_instruction(forward, {"block_q": 512, "block_kv": 512}, (OWN_TABLE, entry)), known_chips()["v5e"]
     )
     step, block, ends = (sizes[0] for sizes in splash_bundles("v5e", "forward"))
     assert work.cycles == 3 * (4 * step + 2 * block + 2 * ends)
     assert work.note == ""
+
+
+def test_kernels_that_share_the_work_differently_on_each_device_cost_as_much_as_on_one_of_them():
+    """Two kernels visit 1 and 4 blocks of a head on the first device, and 3 and 1 on the second, which ends earlier."""
+    blocks, result = {"block_q": 512, "block_kv": 512}, "bf16[3,1024,128]"
+    entry = (
+        "  t = s8[2,1,2,2] constant({{{{1,0},{0,0}}},{{{1,1},{1,0}}}})\n  d = s32[] parameter(0)\n"
+        "  u = s8[2,1,2,2] constant({{{{1,1},{1,1}}},{{{1,0},{0,0}}}})\n"
+        "  q = bf16[3,1024,128] parameter(1)\n  k = bf16[3,1024,128] parameter(2)\n"
+        "  n = s8[1,2,2] fusion(t, d), kind=kLoop, calls=other\n  m = s8[1,2,2] fusion(u, d), kind=kLoop, calls=own\n"
+        f"  {splash_call(('splash_mha_fwd.1', result, 'q, k, k'), blocks, mask='n')}"
+    )
+    tables = OWN_TABLE + OWN_TABLE.replace("own", "other", 1)
+    second = splash_instruction(("splash_mha_fwd.2", result, "q, k, k"), blocks, (tables, entry))
+    first = next(each for each in second.computation.instructions if each.name == "splash_mha_fwd.1")
+    step, block, ends = (sizes[0] for sizes in splash_bundles("v5e", "forward"))
+    for kernel, visited in ((first, 1), (second, 4)):
+        assert kernel_cost(kernel, known_chips()["v5e"]).cycles == 3 * (4 * step + visited * block + 2 * ends)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

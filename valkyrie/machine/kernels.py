@@ -156,8 +156,29 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
 def _count_visited_blocks(mask: Instruction) -> float | None:
     """Return the number of blocks that a block mask (heads, rows, columns) does not skip, averaged over heads.
 
-    If every device slices its mask from a constant, the device with the most blocks counts, since the others wait. If
-    the program computes the mask, all blocks count. Returns None if `mask` does not have three dimensions or is empty.
+    If every device slices its mask from a constant, the device with the most blocks in all kernels of the computation
+    counts, since the others wait. If the program computes the mask, all blocks count. Returns None if `mask` does not
+    have three dimensions or is empty.
+    """
+    dims = mask.shape.dims
+    if len(dims) != 3:
+        return None
+    counts = _visited_by_device(mask)
+    if counts is None:
+        return float(math.prod(dims[1:]))
+    others = [
+        _visited_by_device(kernel.operands[1]) if _parse_splash_kernel(kernel) else None
+        for kernel in mask.computation.instructions
+        if kernel.opcode == "custom-call"
+    ]
+    totals = [sum(each) for each in zip(*(o for o in others if o and len(o) == len(counts)), strict=True)] or counts
+    return counts[max(range(len(counts)), key=totals.__getitem__)] if counts else None
+
+
+def _visited_by_device(mask: Instruction) -> list[float] | None:
+    """Return how many blocks each device that slices its mask from a constant does not skip, averaged over heads.
+
+    There is one entry if all devices have the same mask, and none if the mask is empty. None: the program computes it.
     """
     dims = mask.shape.dims
     if len(dims) != 3:
@@ -169,11 +190,11 @@ def _count_visited_blocks(mask: Instruction) -> float | None:
         producer = find_origin(producer.operands[0])
     values = bytes(producer.message.literal.s8s) if producer.opcode == "constant" else b""
     if producer.opcode == "constant" and not values:
-        return 0.0 if producer.shape.element_count else None
+        return [0.0] if producer.shape.element_count else []
     if len(values) == 1:
-        return float(math.prod(dims[1:])) if values[0] else 0.0
+        return [float(math.prod(dims[1:])) if values[0] else 0.0]
     size = math.prod(dims)
     if values and len(values) % size == 0:
         masks = [values[i : i + size] for i in range(0, len(values), size)]
-        return max(sum(v != 0 for v in mask) for mask in masks) / dims[0]
-    return float(math.prod(dims[1:]))
+        return [sum(v != 0 for v in mask) / dims[0] for mask in masks]
+    return None

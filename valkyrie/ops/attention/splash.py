@@ -6,7 +6,7 @@ one shard's part of full causal attention.
 Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, wider blocks cost less per key,
 if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
 unfused one, but writes dq once per block of keys, also for the blocks that a window hides. It is used for at most 8
-writes, or 4 with a window of at most half of the keys.
+writes, or 4 with a window of at most half of the keys. `splash_causal_shard` runs it for parts of longer sequences.
 
 Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). The position of a shard's queries is known only at
 run time. The tables of visible blocks are therefore built for all shards, and each device selects its own. This module
@@ -15,6 +15,7 @@ is imported only where it is used, because importing Pallas is slow.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -52,6 +53,10 @@ nanochat.
 """
 
 
+MAX_KEY_PARTS = 8
+"""Maximum number of parts of the keys, each with a fused backward kernel. With more, the backward pass is not fused."""
+
+
 def splash_window(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
 ) -> Queries:
@@ -69,7 +74,8 @@ def splash_window(
     padded_keys = _padded_length(max(k.shape[1], keys_before + padded_rows))
     kernel = _splash_kernel(heads, head_dim, padded_rows, padded_keys, pattern, keys_before, interpret)
     segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], padded_rows, padded_keys)
-    return _run_kernel(kernel, q, k, v, segments, global_keys, padded_rows, padded_keys)
+    masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, (kernel.dkv_mask_info,))
+    return _run_kernels(masks, kernel.kwargs, q, k, v, segments, global_keys, padded_rows, padded_keys)
 
 
 class QueryChunks(NamedTuple):
@@ -98,29 +104,37 @@ def splash_causal_shard(
 
     The first key is at position 0. If a shard has more than one chunk, their length must be a whole number of blocks
     (`needs_no_padding`).
+
+    If one fused backward kernel would write dq too often, the keys are split into parts, and each has its own kernel.
     """
     head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
     padded_length, padded_keys = _padded_length(length), _padded_length(k.shape[1])
     assert len(chunks.starts[0]) == 1 or length == padded_length
     padded_rows = padded_length * len(chunks.starts[0])
-    blocks = _block_sizes(padded_length, padded_keys, head_dim, None)
+    part_count, blocks = _causal_shard_blocks(padded_length, padded_keys, head_dim)
     offsets = jnp.asarray(chunks.starts, jnp.int32)[chunks.shard][:, None]
     positions = (offsets + jnp.arange(padded_length, dtype=jnp.int32)).reshape(-1)
 
-    def make_tables(block_q: int | None, block_kv: int | None, by_key: bool = False) -> mask_info.MaskInfo:
+    def make_tables(
+        block_q: int | None, block_kv: int | None, by_key: bool = False, part: int = 0, part_count: int = 1
+    ) -> mask_info.MaskInfo:
         assert block_q is not None and block_kv is not None
-        next_visible, visibility = _block_tables(chunks.starts, padded_length, padded_keys, block_q, block_kv, by_key)
-        shard_next, shard_visibility = (jnp.asarray(table)[chunks.shard] for table in (next_visible, visibility))
-        return mask_info.MaskInfo(shard_next, None, shard_visibility, None, positions)  # pyright: ignore[reportArgumentType]
+        tables = _block_tables(chunks.starts, padded_length, padded_keys, block_q, block_kv, by_key)
+        shard_tables = (jnp.asarray(np.split(table, part_count, axis=-1)[part])[chunks.shard] for table in tables)
+        next_visible, visibility = shard_tables
+        part_positions = positions - part * (padded_keys // part_count)  # the kernel counts keys from its first one
+        return mask_info.MaskInfo(next_visible, None, visibility, None, part_positions)  # pyright: ignore[reportArgumentType]
 
-    kernel = splash.SplashAttentionKernel(
+    masks = _MaskTables(
         make_tables(blocks.block_q, blocks.block_kv),
         None if blocks.use_fused_bwd_kernel else make_tables(blocks.block_q_dq, blocks.block_kv_dq),
-        make_tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
-        **_kernel_options(blocks, _causal_mask, soft_cap, interpret),
+        tuple(
+            make_tables(blocks.block_q_dkv, blocks.block_kv_dkv, True, part, part_count) for part in range(part_count)
+        ),
     )
+    options = _kernel_options(blocks, _causal_mask, soft_cap, interpret)
     segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], padded_rows, padded_keys)
-    return _run_kernel(kernel, q, k, v, segments, key_range.global_keys, padded_rows, padded_keys)
+    return _run_kernels(masks, options, q, k, v, segments, key_range.global_keys, padded_rows, padded_keys)
 
 
 def needs_no_padding(length: int) -> bool:
@@ -184,8 +198,9 @@ def _kernel_options(
     }
 
 
-def _run_kernel(
-    kernel: splash.SplashAttentionKernel,
+def _run_kernels(
+    masks: _MaskTables,
+    options: dict[str, Any],
     q: Queries,
     k: Keys,
     v: Keys,
@@ -194,20 +209,23 @@ def _run_kernel(
     padded_rows: int,
     padded_keys: int,
 ) -> Queries:
-    """Pad queries and keys, run the kernel, and merge its output with attention over the global keys."""
+    """Pad queries and keys, run the kernels, and merge their output with attention over the global keys."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad_length(scaled, padded_rows).swapaxes(1, 2)
     keys, values = (_pad_length(x, padded_keys).swapaxes(1, 2) for x in (k, v))
-    if global_keys is None:
+    if global_keys is None and len(masks.dkv) == 1:
+        kernel = splash.SplashAttentionKernel(masks.forward, masks.dq, masks.dkv[0], **options)
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
-        global_output, global_log_sum = _global_keys_attention(q, global_keys, kernel.kwargs["attn_logits_soft_cap"])
-        global_output = jnp.pad(global_output, ((0, 0), (0, 0), (0, padded_rows - seq), (0, 0)))
-        global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, padded_rows - seq)), constant_values=-jnp.inf)
-        masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-        run_merged = functools.partial(_merged_attention, tuple(sorted(kernel.kwargs.items())), masks)
-        out = jax.vmap(run_merged)(queries, keys, values, segments, global_output, global_log_sum)
+        global_part = None
+        if global_keys is not None:
+            global_output, global_log_sum = _global_keys_attention(q, global_keys, options["attn_logits_soft_cap"])
+            global_output = jnp.pad(global_output, ((0, 0), (0, 0), (0, padded_rows - seq), (0, 0)))
+            global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, padded_rows - seq)), constant_values=-jnp.inf)
+            global_part = _GlobalPart(global_output, global_log_sum)
+        run_merged = functools.partial(_merged_attention, tuple(sorted(options.items())), masks)
+        out = jax.vmap(run_merged)(queries, keys, values, segments, global_part)
     return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
 
 
@@ -264,6 +282,21 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     )
 
 
+def _causal_shard_blocks(rows: int, keys: int, head_dim: int) -> tuple[int, splash.BlockSizes]:
+    """Return (number of parts of the keys in the backward pass, block sizes).
+
+    There are as few parts as allow a fused backward kernel for each. If this takes more than `MAX_KEY_PARTS`, there is
+    one part, and the backward pass is not fused.
+    """
+    blocks = _block_sizes(rows, keys, head_dim, None)
+    for parts in range(1, MAX_KEY_PARTS + 1):
+        if keys % (parts * BLOCK) == 0:
+            of_part = _block_sizes(rows, keys // parts, head_dim, None)
+            if of_part.use_fused_bwd_kernel:
+                return parts, dataclasses.replace(of_part, block_q=blocks.block_q, block_kv=blocks.block_kv)
+    return 1, blocks
+
+
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
     heads: int, head_dim: int, rows: int, keys: int, pattern: Pattern, keys_before: int, interpret: bool
@@ -308,12 +341,19 @@ def _global_keys_attention(
 class _MaskTables(NamedTuple):
     """Block tables of a kernel's forward pass and its two backward passes.
 
-    `dq` is None if the backward passes are fused into the `dkv` pass.
+    `dq` is None if the backward passes are fused into the `dkv` pass, which has one table for each part of the keys.
     """
 
     forward: mask_info.MaskInfo
     dq: mask_info.MaskInfo | None
-    dkv: mask_info.MaskInfo | None
+    dkv: tuple[mask_info.MaskInfo | None, ...]
+
+
+class _GlobalPart(NamedTuple):
+    """Output and log-sum-exp of attention over only the global keys."""
+
+    output: Float[Array, "heads rows head_dim"]
+    log_sum: Float[Array, "heads rows"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -324,37 +364,48 @@ def _merged_attention(
     k: Float[Array, "kv_heads keys head_dim"],
     v: Float[Array, "kv_heads keys head_dim"],
     segments: Any,
-    global_output: Float[Array, "heads rows head_dim"],
-    global_log_sum: Float[Array, "heads rows"],
+    global_part: _GlobalPart | None,
 ) -> Float[Array, "heads rows head_dim"]:
-    """Run the kernel and merge its output with the given output of attention over the global keys."""
-    return _merged_attention_forward(options, masks, q, k, v, segments, global_output, global_log_sum)[0]
+    """Run the kernels and merge their output with the given attention over the global keys, if any."""
+    return _merged_attention_forward(options, masks, q, k, v, segments, global_part)[0]
 
 
-def _merged_attention_forward(options, masks, q, k, v, segments, global_output, global_log_sum):
+def _merged_attention_forward(options, masks, q, k, v, segments, global_part):
     with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
-    local, (local_log_sum,) = with_sums(q, k, v, segments)
-    log_sum = jnp.logaddexp(local_log_sum, global_log_sum)
-    global_share = jnp.exp(global_log_sum - log_sum)[..., None]
-    out = (local.astype(jnp.float32) * (1 - global_share) + global_output * global_share).astype(q.dtype)
+    out, (log_sum,) = with_sums(q, k, v, segments)
+    global_share = None
+    if global_part is not None:
+        log_sum = jnp.logaddexp(log_sum, global_part.log_sum)
+        global_share = jnp.exp(global_part.log_sum - log_sum)[..., None]
+        out = (out.astype(jnp.float32) * (1 - global_share) + global_part.output * global_share).astype(q.dtype)
     out, log_sum = checkpoint_name(out, ATTENTION_OUTPUT), checkpoint_name(log_sum, ATTENTION_OUTPUT)
-    return out, (masks, q, k, v, segments, global_output, global_share, out, log_sum)
+    return out, (masks, q, k, v, segments, global_part, global_share, out, log_sum)
 
 
 def _merged_attention_backward(options, forward_residuals, cotangent):
-    """Run the kernel's backward pass with the output and log-sum-exp of the merged softmax.
+    """Run the kernels' backward pass with the output and log-sum-exp of the merged softmax.
 
-    The kernel then returns the gradients of its part of that softmax.
+    Each kernel then returns the gradients of its part of that softmax.
     """
-    masks, q, k, v, segments, global_output, global_share, out, log_sum = forward_residuals
-    residuals = (q, k, v, segments, None, out, log_sum, masks.dq, masks.dkv)
+    masks, q, k, v, segments, global_part, global_share, out, log_sum = forward_residuals
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
-    cotangents = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)
-    dq, dk, dv = cotangents[3:6]
-    cotangent_f32 = cotangent.astype(jnp.float32)
-    d_global_output = global_share * cotangent_f32
-    d_global_log_sum = global_share[..., 0] * (cotangent_f32 * (global_output - out.astype(jnp.float32))).sum(-1)
-    return None, dq, dk, dv, None, d_global_output, d_global_log_sum
+    part_keys, d_keys = k.shape[1] // len(masks.dkv), []
+    dq: Any = 0.0
+    for part, mask in enumerate(masks.dkv):
+        keys = slice(part * part_keys, (part + 1) * part_keys)
+        part_segments = segments and splash.SegmentIds(segments.q, segments.kv[keys])
+        residuals = (q, k[:, keys], v[:, keys], part_segments, None, out, log_sum, masks.dq, mask)
+        part_dq, *d_part = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)[3:6]
+        # Otherwise, the dq blocks of several parts could be in memory at a time.
+        dq, cotangent = jax.lax.optimization_barrier((dq + part_dq.astype(jnp.float32), cotangent))
+        d_keys.append(d_part)
+    dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
+    d_global = None
+    if global_part is not None:
+        cotangent_f32 = cotangent.astype(jnp.float32)
+        d_log_sum = global_share[..., 0] * (cotangent_f32 * (global_part.output - out.astype(jnp.float32))).sum(-1)
+        d_global = _GlobalPart(global_share * cotangent_f32, d_log_sum)
+    return None, dq.astype(q.dtype), dk, dv, None, d_global
 
 
 _merged_attention.defvjp(_merged_attention_forward, _merged_attention_backward)
