@@ -660,6 +660,9 @@ def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
         assert [*suggestion.changes] == [f"{k}={n}" for k, n in zip(keys, (*expected_counts, 128), strict=True)]
         assert f" {head_dim} " in str(suggestion) and f" {padded_dim}." in str(suggestion)
         assert suggestion.peaks[1] < suggestion.peaks[0] and memory_text(suggestion.peaks[1]) in str(suggestion)
+        scaled = suggestion.scaled_to(1.5, 2 * suggestion.peaks[0])
+        assert scaled.seconds == (1.5, 1.5 / suggestion.speedup) and scaled.speedup == pytest.approx(suggestion.speedup)
+        assert scaled.peaks == (2 * suggestion.peaks[0], 2 * suggestion.peaks[1])
     for settings in (
         ("target=h100-16", *narrow, *heads),
         ("target=v5e-16", *narrow, "model.attention.heads=15", "model.attention.kv_heads=15"),

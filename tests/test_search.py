@@ -31,7 +31,7 @@ from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
 from valkyrie.problems import ProblemCode
-from valkyrie.processes.ending import EXIT_REFUSED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
 from valkyrie.search import NO_STEP_TIME, budget, compiling, mode, progress, tuning
@@ -58,7 +58,7 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates
-from valkyrie.search.estimate.rank import rank
+from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.folder import COMMANDS_FILE, lock_folder, request_digest, save_answer
@@ -409,6 +409,72 @@ def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.
     assert compile_cache.earlier_compile_seconds(7, [80]) == [], "compiles for another chip"
 
 
+def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_from_the_cache(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seconds, expected_s = [0.0], [4.0, 89.0, 67.0, 30.0], list[float]()
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compiling, "_is_cached", lambda folder: len(compiler.plans) == 1)
+
+    def timed(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        watch()
+        clock[0] += seconds[len(compiler.plans)]
+        compiler.factor = 1.3 ** (len(compiler.plans) + 1)  # so that others may be faster
+        return compiler(plan, watch)
+
+    monkeypatch.setattr(compiling, "compile_trial", timed)
+    request, compiles = make_request("batch=64", "mode.budget=244s"), CompiledLayouts()
+    shortlist = make_shortlist(request)
+    compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in shortlist.fitting}
+
+    def on_wait(layout: EstimatedLayout, waited_s: float, median_s: float) -> None:
+        expected_s.append(median_s)
+
+    compile_best(request, shortlist, lambda best: [], tmp_path, 50, compiles, lambda *_: None, on_wait)
+    assert expected_s == [0.0, 0.0, 89.0, 78.0], "84 s were left for the last compile"
+    assert [layout.cached for layout in compiles.layouts] == [True, False, False, False]
+    assert "mode.budget=244s" in compiles.stop_reason
+    console = Console(width=200, file=(output := io.StringIO()))
+    for layout in compiles.layouts[:2]:
+        progress.CompileProgress(request, compiles, console).print_result(layout, compiles)
+    assert ["cache" in line for line in output.getvalue().splitlines()] == [True, False]
+
+
+def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
+) -> None:
+    clock = [0.0]
+
+    def interrupted(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        clock[0] += 542.0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compiling, "compile_trial", interrupted)
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [49.0, 81.0])
+    status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=7min")
+    assert status == EXIT_INTERRUPTED and answer["why"] in answer["warning"] and answer["warning"] in printed
+    assert "542 s" in answer["why"] and " partition=fsdp " in answer["why"]
+    run = parse_run(expand_shorthand(shlex.split(answer["warning"].partition("valkyrie-train ")[2])))
+    assert run.config.mode.budget == "19min", "twice as long as the compile that was stopped"
+    assert any("mode=compile" in line and "542 s" in line for line in answer["certainty"])
+
+
+@pytest.mark.parametrize("target", ["v5e-8", "h100-8"])
+def test_estimates_have_no_interval_if_compiled_steps_have_none(
+    target: str, compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    model = "valkyrie_125m" if target == "v5e-8" else "gpt_125m"
+    request = parse_request(parse_run(["mode=search", f"target={target}", f"model={model}", "batch=64"]))
+    shortlist = make_shortlist(request)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=1)
+    rows = rank_layouts(request, shortlist, compiles, 10)
+    assert rows[0].stage is Stage.compile and {row.interval for row in rows} == {None}
+    assert "#2" in describe_ties(request, rows)[0], "it may be faster once compiled"
+    assert all(low < 1 < high for low, high in (row.compiled_ratios for row in rows[1:]))
+    assert len(describe_intervals(request, rows)) == len(describe_intervals(request, rows[1:])) == 1
+
+
 def test_a_later_compile_stops_at_the_end_of_the_budget(
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,7 +601,7 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     assert ("2.0 times" in remarks and "mode.compiles=" in remarks) == (first == "estimate")
     assert "best layout found" not in remarks or first == "compile"
     has_compiled_row = any(row.stage is Stage.compile for row in rows)
-    assert ("interval of compiled layouts for v" in remarks) == has_compiled_row, "the compiler gives none"
+    assert ("The interval of predicted steps for v" in remarks) == has_compiled_row, "the compiler gives none"
 
 
 def test_slices_without_an_interval_are_named_with_the_reason() -> None:
@@ -764,6 +830,12 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
     best = compiles.best(request)
     assert best is not None and best.estimate.ranking_s == min(entry.estimate.ranking_s for entry in compiles.layouts)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
+    estimated = next(entry for entry in make_shortlist(request).fitting if compiles.get(entry.candidate) is None)
+    times = [getattr(compiles.correct([estimated])[0], end) for end in ("low_s", "high_s")]
+    ratios = [seconds / (best.step_s or 0.0) * (best.estimate.batch or 0) / (estimated.batch or 0) for seconds in times]
+    assert " to ".join(f"{ratio:.2f}" for ratio in ratios) in format_comparison(
+        Baseline(FSDP_BASELINE, estimated), compiles, rows[0]
+    )
     slower = next(entry for entry in compiles.layouts if entry is not best)
     compared = format_comparison(Baseline(FSDP_BASELINE, slower.estimate), compiles, rows[0])
     assert f"{slower.estimate.ranking_s / best.estimate.ranking_s:.2f} times as long per token" in compared
@@ -1006,17 +1078,17 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6]
     factors = (1.0, 1.01, 1.1, 1.0, 1.005, 1.0)
     rows = [row.with_step_time(factor * rows[0].step_s) for row, factor in zip(rows, factors, strict=True)]
-    line, command = describe_certainty(request, rows)
+    line, command = describe_certainty(request, rows, "about 49 to 81 s")
+    assert "about 49 to 81 s" in command
     assert line.endswith(": #4, #6, #5 and 1 more.") and "As fast" not in line, "#3 may be 1% faster, but not 2%"
     assert "#1" in command and " mode=compile " in command, "an estimate is compiled before its rivals"
     slower = [row.with_step_time(1.2 * rows[0].step_s) for row in rows[1:]]
-    assert [line for line in describe_certainty(request, [rows[0], *slower]) if "mode=compile" not in line] == []
+    assert [line for line in describe_certainty(request, [rows[0], *slower], "") if "mode=compile" not in line] == []
     compiled = replace(rows[0], stage=Stage.compile)
     equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
     assert "As fast" in equal and equal.endswith(": #2.") and ": #4, #6, #5." in unsure
     behind = replace(rows[2], stage=Stage.compile)
-    (line,) = describe_ties(request, [compiled, behind])
-    assert "#2" in line and " mode=measure " in line and duration_text(behind.step_s) in line, "its interval overlaps"
+    assert behind.low_s < compiled.high_s and describe_ties(request, [compiled, behind]) == [], "errors are shared"
     faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
     assert faster.high_s < rows[0].step_s
     below, unsure = describe_ties(request, [compiled, *rows[2:3], faster, rows[1]])
@@ -1040,21 +1112,25 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
         error = {"v4-8": 0.1, "v6e-8": 0.16}[target]
         return replace(row, low_s=row.step_s / (1 + error), high_s=row.step_s * (1 + error))
 
-    unsure, accuracy, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.2)])
+    unsure, accuracy, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.2)], "")
     assert "#2 on v4-8" in unsure and word in unsure and "+16%" in unsure and "+10%" in unsure
     assert " v6e: " in accuracy and "16% (known from 1 " in accuracy and " v4 " in accuracy
     words = shlex.split(settle.partition("valkyrie-launch ")[2])
     assert words[0] == "target=v6e-8" and "mode=measure" in words
     limit_s = 1.2 * compile_row("v6e-8", 1.0).step_s
     assert duration_text(limit_s) in settle, "above this step time, #2 is better"
-    (sure,) = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.4)])
-    assert word in sure and "v4-8" in sure
+    sure, accuracy = describe_certainty(request, [compile_row("v6e-8", 1.0), compile_row("v4-8", 1.4)], "")
+    assert word in sure and "v4-8" in sure and " v6e: " in accuracy, "#1 is on the chip with the largest errors"
+    (sure,) = describe_certainty(request, [compile_row("v4-8", 1.0), compile_row("v6e-8", 1.4)], "")
+    assert word in sure and "v6e-8" in sure
+    estimates = [replace(compile_row(*row), stage=Stage.estimate) for row in (("v6e-8", 1.0), ("v4-8", 1.4))]
+    assert " v6e: " in describe_certainty(request, estimates, "")[1]
     estimated = replace(compile_row("v4-8", 1.2), stage=Stage.estimate)
-    *_, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), estimated])
+    *_, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), estimated], "")
     assert "#2" in settle and " mode=compile " in settle and "target=v4-8" in settle
     unknown = replace(compile_row("v4-8", 1.1), low_s=1.0, high_s=1.0)
     unknown = replace(unknown, low_s=unknown.step_s, high_s=unknown.step_s)
-    unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown])
+    unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown], "")
     assert "unknown" in unsure
 
 

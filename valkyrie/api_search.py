@@ -101,7 +101,7 @@ def search(
         axes: Names of the mesh axes.
         rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
         budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
-            exceed it, judging by the longest so far. A compile that does exceed it is stopped (the first at twice this
+            exceed it, judging by the median so far. A compile that does exceed it is stopped (the first at twice this
             time).
         folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. Raises
             ValueError if the folder has a search for another slice or with layouts that this search does not try, or

@@ -374,7 +374,7 @@ def memory_shares(data: Values) -> Spec:
 
 
 def batches(data: Values, field: str, title: str, limit: float | None = None) -> Spec:
-    """Return a line chart of a field by batch, with a shape for each source and a line at `limit`, if there is one."""
+    """Return a chart of a field by batch, with a line and shape for each source, and a rule at any `limit`."""
     marked_batches = [v["batch"] for v in data] if len(data) <= MAX_BATCH_TICKS else None
     x = _quantitative(
         "batch",
@@ -393,7 +393,10 @@ def batches(data: Values, field: str, title: str, limit: float | None = None) ->
     shapes = {s: shape for s, shape in _SOURCE_SHAPES.items() if s in sources}
     shape = _shape_encoding("source", shapes, {"orient": "top"})
     blue = "#3f7fc9"
-    line = {"mark": {"type": "line", "strokeWidth": 1.6, "color": blue}, "encoding": {"x": x, "y": y}}
+    line = {
+        "mark": {"type": "line", "strokeWidth": 1.6, "color": blue},
+        "encoding": {"x": x, "y": y, "detail": _nominal("source")},
+    }
     point = {"type": "point", "filled": True, "size": 80, "color": blue}
     points = {"mark": point, "encoding": {"x": x, "y": y, "tooltip": tooltip, "shape": shape}}
     names = {"mark": {"type": "text", "dy": -13}, "encoding": {"x": x, "y": y, "text": _nominal("name")}}

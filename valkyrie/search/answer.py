@@ -12,9 +12,11 @@ from rich.console import Console
 from valkyrie.axes import axes_text
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.models import is_dense_transformer
 from valkyrie.parts import PART_LABELS, PartKind, StepPart
 from valkyrie.runs.columns import terminal_table
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
+from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.correcting import CorrectedTime
 from valkyrie.search.estimate.rank import EstimatedLayout
@@ -78,7 +80,8 @@ def _order_rows(
     if best is None:
         return ordered
     best_cost = request.cost(best[0], best[1].step_s)
-    if any(request.cost(layout, row.high_s) < best_cost for layout, row in ordered if row.stage is Stage.estimate):
+    estimated = (pair for pair in ordered if pair[1].stage is Stage.estimate)
+    if any(request.cost(layout, row.step_s * row.compiled_ratios[1]) < best_cost for layout, row in estimated):
         return ordered
     return [best, *(pair for pair in ordered if pair is not best)]
 
@@ -135,9 +138,14 @@ def make_answer_row(
     target, tokens = layout.group.target, request.step_tokens(layout.batch)
     time = corrected or CompiledLayouts().correct([layout])[0]
     step_s, low_s, high_s = time.step_s, time.low_s, time.high_s
+    compiled_ratios = (low_s / step_s, high_s / step_s)
+    is_dense = is_dense_transformer(request.run.model)
+    if target.chip is None or step_interval(step_s, target.chip, trains_dense_transformer=is_dense) is None:
+        low_s = high_s = step_s  # that of a compiled step would be unknown
     if compiled_layout is not None:
         step_s, interval = compiled_layout.step_s or layout.step_s, compiled_layout.trial.results.step.interval
         low_s, high_s = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
+        compiled_ratios = (1.0, 1.0)
     rate = tokens / step_s
     affordable_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
     return RankedLayout(
@@ -158,6 +166,7 @@ def make_answer_row(
         dollars=None if request.tokens is None else compute_price(target, request.tokens / rate),
         spot_dollars=None if request.tokens is None else compute_price(target, request.tokens / rate, spot=True),
         tokens_for_budget=None if affordable_s is None else rate * affordable_s,
+        compiled_ratios=compiled_ratios,
     )
 
 

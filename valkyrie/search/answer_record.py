@@ -64,6 +64,8 @@ class RankedLayout:
         step_s: Seconds per step.
         low_s, high_s: Interval of the step time: the typical errors of a prediction, or the minimum and 90% quantile of
             a measurement. Both equal `step_s` if the interval is unknown.
+        compiled_ratios: 5% and 95% quantiles of the compiled time of an estimated layout, relative to `step_s`. They
+            are known even if the interval is not, because they leave out the error of compiled times.
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part, with the keys of `EstimatedTimes.parts`.
@@ -96,6 +98,7 @@ class RankedLayout:
     expected_s: float | None = None
     as_fast_on: list[str] = field(default_factory=list)
     batches: list[TriedBatch] = field(default_factory=list)
+    compiled_ratios: tuple[float, float] = (1.0, 1.0)
     compile: str = ""
     train: str = ""
 

@@ -88,7 +88,8 @@ def format_comparison(
 
     Compares measured times if both layouts have one. Otherwise, compares the compiled time of each or, without one, its
     corrected estimate. If the best layout was measured but not compiled, compares uncorrected estimates, even if the
-    baseline was compiled. With a searched batch, all comparisons are per token.
+    baseline was compiled. With a searched batch, all comparisons are per token. An estimate is compared with a compiled
+    time by the range of the ratio: 5% to 95% quantile.
 
     For a baseline without a layout, the line has the reason. For one that was not measured and did not compile, it has
     the status of the compile.
@@ -111,12 +112,13 @@ def format_comparison(
     compiled_best = compiled_layouts.get(best.candidate)
     best_s = None if compiled_best is None else compiled_best.step_s
     baseline_s, predicted_best_s, source = layout.step_s, sum(best.parts_s.values()), "by estimate"
+    range_s = ()
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        baseline_s, predicted_best_s = compiled_layouts.correct([layout])[0].step_s, best_s or best.step_s
+        time, predicted_best_s = compiled_layouts.correct([layout])[0], best_s or best.step_s
+        baseline_s, range_s = time.step_s, (time.low_s, time.high_s) if best_s is not None else ()
         if compiled is not None and compiled.step_s is not None:
-            baseline_s, source = compiled.step_s, "compiled step"
-    slowdown, best_source = scale * baseline_s / predicted_best_s, "estimated" if best_s is None else "compiled"
+            baseline_s, source, range_s = compiled.step_s, "compiled step", ()
+    slowdown = " to ".join(f"{scale * seconds / predicted_best_s:.2f}" for seconds in range_s or [baseline_s])
+    best_source = "estimated" if best_s is None else "compiled"
     best_text = f"the best ({duration_text(predicted_best_s)} {best_source})"
-    return (
-        f"{name}: {duration_text(baseline_s)} ({source}), {slowdown:.2f} times {as_long} as {best_text}; {description}"
-    )
+    return f"{name}: {duration_text(baseline_s)} ({source}), {slowdown} times {as_long} as {best_text}; {description}"

@@ -77,7 +77,10 @@ def describe_batches(rows: Sequence[RankedLayout]) -> list[str]:
     Returns an empty list if the search does not vary the batch.
     """
     lines = [f"  #{place}  {_format_rates(row)}" for place, row in enumerate(rows, start=1) if row.batches]
-    return ["tokens/s/chip by batch, for batches that fit by estimate:", *lines] if lines else []
+    head = (
+        "tokens/s/chip by batch, for batches that fit by estimate (without a source: estimated, scaled like the row):"
+    )
+    return [head, *lines] if lines else []
 
 
 def _format_rates(row: RankedLayout) -> str:

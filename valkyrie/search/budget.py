@@ -51,6 +51,13 @@ def compile_durations(request: SearchRequest) -> CompileDurations:
     return CompileDurations(low_s, high_s, len(seconds))
 
 
+def describe_compile_time(request: SearchRequest, compiled_layouts: CompiledLayouts) -> str:
+    """Describe how long a compile takes: `about 49 to 81 s`, or `more than 542 s` if one was stopped then."""
+    durations, stopped_s = compile_durations(request), compiled_layouts.stopped_s or 0.0
+    is_longer = stopped_s > durations.high_s
+    return f"more than {stopped_s:.0f} s" if is_longer else f"about {range_text(durations.low_s, durations.high_s)} s"
+
+
 def sufficient_budget(
     request: SearchRequest, compiled_layouts: CompiledLayouts, durations: CompileDurations, stopped_s: float = 0.0
 ) -> str:
@@ -98,7 +105,7 @@ def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> 
 def describe_missing_compiles(
     request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts
 ) -> str:
-    """Return a line with the slices of an answer that have only estimates because the budget ended.
+    """Return a line with the slices of an answer that have only estimates because of the budget or an interrupt.
 
     Leaves out slices where no row may be better than the first one, unless nothing was compiled. The line ends with the
     command of the same search with a budget that probably suffices. Returns "" if no slice is left, if a layout was
@@ -110,9 +117,10 @@ def describe_missing_compiles(
     names = {chips: name for chips, name in _compiled_kinds(request).items() if name in shown}
     missing = [name for chips, name in names.items() if chips not in compiled]
     is_measured = any(row.stage is Stage.measure for row in rows)
-    if budget_s is None or not missing or is_measured or "mode.budget" not in reason:
+    is_cut_short = "mode.budget" in reason or compiled_layouts.stopped_s is not None
+    if budget_s is None or not missing or is_measured or not is_cut_short:
         return ""
-    stopped_s = 0.0 if compiled else FIRST_RESULT_FACTOR * budget_s
+    stopped_s = 0.0 if compiled else min(compiled_layouts.stopped_s or math.inf, FIRST_RESULT_FACTOR * budget_s)
     budget = sufficient_budget(request, compiled_layouts, compile_durations(request), stopped_s)
     text = f"No layout on {', '.join(missing)} was compiled, so its rows are estimates: {reason}"
     if not compiled:

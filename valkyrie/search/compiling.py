@@ -59,11 +59,13 @@ class CompiledLayout:
     """A layout with its estimate and the record of its compile.
 
     `added_options` are overrides of compiler options that the compile has added so that the step fits or overlaps.
+    `cached` is whether the program came from the compile cache.
     """
 
     estimate: EstimatedLayout
     trial: Trial
     added_options: tuple[str, ...] = ()
+    cached: bool = False
 
     @property
     def step_s(self) -> float | None:
@@ -88,11 +90,13 @@ class CompiledLayouts:
     Args:
         layouts: The layouts. Those that earlier searches compiled come first, in no particular order.
         stop_reason: Why no more layouts were compiled.
+        stopped_s: Seconds after which a compile was stopped, or None if none was.
         is_refused: Whether compiling stopped because an environment variable of this machine makes every compile fail.
     """
 
     layouts: list[CompiledLayout] = field(default_factory=list)
     stop_reason: str = ""
+    stopped_s: float | None = None
     is_refused: bool = False
 
     @property
@@ -201,9 +205,9 @@ def compile_best(
     The next layout is the one with the best chance to beat the best compiled one (see `_pick_next`).
 
     Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
-    longest so far. A compile that is running when the budget ends is stopped. After Ctrl-C (KeyboardInterrupt),
-    `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an environment variable
-    makes every compile fail.
+    median so far, without those from the cache. A compile that is running when the budget ends is stopped. After Ctrl-C
+    (KeyboardInterrupt), `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an
+    environment variable makes every compile fail.
 
     Args:
         request: The search.
@@ -215,11 +219,11 @@ def compile_best(
         compiled_layouts: Receives the results. Those that it already has count towards `max_compiles`.
         on_result: Called after each compile.
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
-            the seconds that the longest compile so far took.
+            the median seconds of the compiles so far, or 0 before the first.
     """
     layouts = [*shortlist.fitting, *shortlist.may_fit]
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
-    stage_start, longest_s = time.monotonic(), 0.0
+    stage_start, durations_s = time.monotonic(), list[float]()
 
     def exceeds_budget(more_s: float) -> bool:
         limit_s = math.inf if request.budget_s is None else compiled_layouts.budget_factor * request.budget_s
@@ -228,7 +232,7 @@ def compile_best(
     def watch(layout: EstimatedLayout, start: float) -> None:
         if exceeds_budget(0.0):
             raise BudgetExceeded
-        on_wait(layout, time.monotonic() - start, longest_s)
+        on_wait(layout, time.monotonic() - start, median(durations_s or [0.0]))
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
@@ -237,7 +241,7 @@ def compile_best(
             chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
             unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"
             compiled_layouts.stop_reason = unlikely if possible else "every layout that may fit was compiled"
-        elif exceeds_budget(longest_s):
+        elif exceeds_budget(median(durations_s or [0.0])):
             compiled_layouts.stop_reason = f"another compile would exceed {_describe_budget(request, compiled_layouts)}"
         elif len(compiled_layouts.layouts) >= max_compiles:
             compiled_layouts.stop_reason = f"mode.compiles={max_compiles} is reached"
@@ -247,15 +251,22 @@ def compile_best(
         start, plan = time.monotonic(), plan_compile(request, layout, folder)
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
-        except BudgetExceeded:
-            stopped = f"the compile of {' '.join(layout.candidate.overrides)} was stopped"
-            compiled_layouts.stop_reason = f"{stopped} after {_describe_budget(request, compiled_layouts)}"
+        except (BudgetExceeded, KeyboardInterrupt) as error:
+            compiled_layouts.stopped_s = time.monotonic() - start
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            cause = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
+            stopped = f"was stopped after {compiled_layouts.stopped_s:.0f} s by {cause}"
+            compiled_layouts.stop_reason = f"the compile of {' '.join(layout.candidate.overrides)} {stopped}"
+            if is_interrupt:
+                raise
             return
         if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
-        longest_s = max(longest_s, time.monotonic() - start)
-        compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_for_training(plan.trial_folder)))
+        is_cached = _is_cached(plan.trial_folder)
+        durations_s += [] if is_cached else [time.monotonic() - start]
+        options = _settings_for_training(plan.trial_folder)
+        compiled_layouts.layouts.append(CompiledLayout(layout, trial, options, is_cached))
         on_result(compiled_layouts.layouts[-1], compiled_layouts)
 
 
@@ -329,6 +340,12 @@ def _settings_for_training(trial_folder: Path) -> tuple[str, ...]:
     with contextlib.suppress(RecordError, OSError):
         return tuple(settings_for_training(read_prediction(trial_folder / COMPILE_FILE).options))
     return ()
+
+
+def _is_cached(trial_folder: Path) -> bool:
+    with contextlib.suppress(RecordError, OSError):
+        return bool(read_prediction(trial_folder / COMPILE_FILE).compile.cached)
+    return False
 
 
 def _pick_next(

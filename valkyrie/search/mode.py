@@ -30,7 +30,7 @@ from valkyrie.search.answer import (
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
 from valkyrie.search.batches import add_batches, describe_batches
-from valkyrie.search.budget import describe_missing_compiles
+from valkyrie.search.budget import describe_compile_time, describe_missing_compiles
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -182,7 +182,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         launch=launch,
         prices=describe_prices(request),
         warning=describe_missing_compiles(request, rows, compiled_layouts),
-        certainty=describe_certainty(request, rows),
+        certainty=describe_certainty(request, rows, describe_compile_time(request, compiled_layouts)),
     )
     print_answer(answer, console)
     _print_commands(answer, folder, console)
@@ -276,7 +276,8 @@ def _compile(
             )
     except KeyboardInterrupt:
         kind = "best so far" if compiled_layouts.best(request) else "best by estimate, none compiled"
-        console.print(f"interrupted; the {kind}:", style="yellow")
+        reason = f": {compiled_layouts.stop_reason}" if compiled_layouts.stop_reason else ""
+        console.print(f"interrupted{reason}; the {kind}:", style="yellow", soft_wrap=True)
         return EXIT_INTERRUPTED
     console.print(f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
     if compiled_layouts.is_refused:

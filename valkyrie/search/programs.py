@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import math
+import statistics
 import time
 import traceback
 from collections import Counter
@@ -376,7 +377,7 @@ class ProgramSearch:
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds, or None.
         budget_s: Time limit of the search in seconds, or None. The search does not start a compile that would likely
-            exceed the limit, judging by the longest so far, and stops a compile that exceeds it. Until a layout has a
+            exceed the limit, judging by the median so far, and stops a compile that exceeds it. Until a layout has a
             step time, cached or new, the limit is `FIRST_RESULT_FACTOR` times as long. The search does not stop
             `build`, the lowering, or a compile in this process (see `predict_function`).
         note: How many layouts were tried and why the search ended, or empty if all were.
@@ -403,7 +404,7 @@ class ProgramSearch:
         `pop_next_layout` chooses the order. Programs are built before the first compile, for at most `_BUILD_SHARE` of
         the budget, and the others when they are compiled.
         """
-        search_start, longest_s, has_step = time.monotonic(), 0.0, False
+        search_start, durations_s, has_step = time.monotonic(), list[float](), False
         untried, tried = self._layouts(), list[_Layout]()
         for number, layout in enumerate(untried, 1):
             progress(f"building {number} of {len(untried)}: {layout.name}")
@@ -413,10 +414,10 @@ class ProgramSearch:
         while untried:
             factor = 1.0 if has_step else FIRST_RESULT_FACTOR
             limit = "the budget" if has_step else f"{factor:g} times the budget"
-            longer = "" if has_step and longest_s else " with a longer budget="  # it would end with the same compile
+            longer = "" if has_step and durations_s else " with a longer budget="  # it would end with the same compile
             budget_s = math.inf if self.budget_s is None else factor * self.budget_s
             remaining_s = budget_s - (time.monotonic() - search_start)
-            if remaining_s < longest_s:
+            if remaining_s < statistics.median(durations_s or [0.0]):
                 self._end(f"another compile would likely exceed {limit}", limit, tried, untried, longer)
                 return
             layout = pop_next_layout(untried, tried)
@@ -435,7 +436,7 @@ class ProgramSearch:
                 return
             has_step = has_step or status is CompileStatus.ok
             if not compile_times.cached:
-                longest_s = max(longest_s, time.monotonic() - start)
+                durations_s.append(time.monotonic() - start)
             tried.append(layout)
             yield layout.name, predicted
 

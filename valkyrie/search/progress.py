@@ -59,14 +59,15 @@ class CompileProgress:
             result += f": needs {memory_text(compiled_layout.peak)} of {memory_text(usable)} usable"
         estimate = f"estimated {duration_text(compiled_layout.estimate.step_s)}"
         layout = " ".join(compiled_layout.estimate.candidate.overrides)
-        wall_s = compiled_layout.trial.wall_s
-        line = f"[{len(results.layouts)}] {layout}: {result} ({estimate}; compiled in {wall_s:.0f} s)"
+        source = f"compiled in {compiled_layout.trial.wall_s:.0f} s"
+        source = "compiled before, from the cache" if compiled_layout.cached else source
+        line = f"[{len(results.layouts)}] {layout}: {result} ({estimate}; {source})"
         self.console.print(line + self._best_text() + self._remaining_text(), soft_wrap=True)
 
-    def show_wait(self, layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
-        """Show the layout that is being compiled, the seconds since its start, and the longest compile so far."""
-        limit_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
-        if not longest_s and self.request.budget_s is not None:
+    def show_wait(self, layout: EstimatedLayout, seconds: float, median_s: float) -> None:
+        """Show the layout that is being compiled, the seconds since its start, and the median of those so far."""
+        limit_text = f", the median so far is {median_s:.0f} s" if median_s else ""
+        if not median_s and self.request.budget_s is not None:
             limit_text = f" of at most {self.compiled_layouts.budget_factor * self.request.budget_s:.0f} s"
         text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{limit_text}{self._best_text()}"
         self.status_line.update(Text(text))

@@ -54,6 +54,7 @@ def collect_remarks(
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
+        unpadded = unpadded.scaled_to(best.step_s, best.memory)
         lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
     return lines
 
@@ -136,20 +137,20 @@ def _with_range(value: float, low: float, high: float) -> str:
 
 
 def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a line for each reason why compiled layouts have no interval. It names their slices if there are others.
+    """Return a line for each reason why predicted steps have no interval. It names their slices if there are others.
 
     Returns an empty list if all have one.
     """
     slices_by_reason: dict[str, list[str]] = {}
     for row in rows:
-        if row.stage is Stage.compile and row.interval is None:
+        if row.stage is not Stage.measure and row.interval is None:
             target = target_slice(request, row)
             slices = slices_by_reason.setdefault(describe_interval(None, platform=target.platform), [])
             slices += [] if target.name in slices else [target.name]
     lines = []
     for reason, slices in slices_by_reason.items():
         place = f" for {', '.join(slices)}" if len(slices) < len(request.targets) else ""
-        lines.append(f"The interval of compiled layouts{place} is {reason}.")
+        lines.append(f"The interval of predicted steps{place} is {reason}.")
     if lines and not isinstance(request.run.model, LayeredModel):
         lines.append(
             "Published runs are of Valkyrie's own layers, so a model of other layers has no interval, even if it is a "

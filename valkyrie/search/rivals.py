@@ -26,43 +26,40 @@ UNKNOWN_ERROR = 0.2
 _Cost = Callable[[RankedLayout], float]
 
 
-def describe_certainty(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+def describe_certainty(request: SearchRequest, rows: Sequence[RankedLayout], compile_time: str) -> list[str]:
     """Return sentences on how sure it is that the first row is the best one.
 
     They name the strongest rivals on the same chips and on other chips, the slice with the least accurate predictions,
     if their errors may decide, and the commands that would settle which row is better. If the first row is only
-    estimated, that is the command that compiles it.
+    estimated, that is the command that compiles it. `compile_time` is how long this takes, such as `about 49 to 81 s`.
     """
     lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows)]
-    return [*lines, *filter(None, [_compile_text(request, rows[0], "To be surer, compile #1 first")])]
+    text = f"To be surer, compile #1 first ({compile_time})"
+    return [*lines, *filter(None, [_compile_text(request, rows[0], text)])]
 
 
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
     """Return lines with the rows on the same chips that are as good as the first one, or may be better.
 
-    Only times of the same source, compiled or measured, are called equal. Another line has the other compiled rows with
-    intervals that overlap that of the first row. The last lines have the estimated rows with their whole interval below
-    the time of the first row, and those with an interval that extends below it by more than `EQUAL_RATIO`.
+    Only times of the same source, compiled or measured, are called equal. Compiled rows on the same chips share their
+    errors, so overlapping intervals do not make their order unsure. The last lines have the estimated rows that are
+    probably below the time of the first row once compiled, and those that may be below it by more than `EQUAL_RATIO`
+    (`RankedLayout.compiled_ratios`).
     """
     best, cost, better = rows[0], _cost_function(request), _better(request)
-    tied, overlapping, unsure, below = list[int](), list[int](), list[int](), list[int]()
+    tied, unsure, below = list[int](), list[int](), list[int]()
     for place, row in _on_chips(request, rows, _chips(request, best)):
         relative_cost = cost(row) / cost(best)
+        low, high = row.compiled_ratios
         if row.stage is not Stage.estimate:
-            is_tied = row.stage is best.stage and relative_cost <= EQUAL_RATIO
-            tied += [place] if is_tied else []
-            overlapping += [place] if not is_tied and row.interval and may_be_better(request, best, row) else []
-        elif relative_cost * row.high_s / row.step_s < 1:
+            tied += [place] if row.stage is best.stage and relative_cost <= EQUAL_RATIO else []
+        elif relative_cost * high < 1:
             below.append(place)
-        elif relative_cost * row.low_s / row.step_s < 1 / EQUAL_RATIO:
+        elif relative_cost * low < 1 / EQUAL_RATIO:
             unsure.append(place)
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
         lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
-    if overlapping:
-        worse = percent_text(cost(rows[overlapping[0] - 1]) / cost(best) - 1)
-        text = f"Compiled too, and worse than #1 by {worse} or more, but their intervals overlap"
-        lines.append(f"{text}: {_name_rivals(overlapping)}. {_measure_text(request, rows, overlapping[0])}")
     strongest = sorted(unsure, key=lambda place: _log_distance(cost, best, rows[place - 1]))
     for places, text in (
         (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
@@ -82,16 +79,17 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) 
         places.setdefault(_chips(request, row), place)
     others = sorted([*places.values()][1:], key=lambda place: _log_distance(cost, best, rows[place - 1]))
     rivals = [place for place in others if may_be_better(request, best, rows[place - 1])]
+    relevant_rows = [best, *(rows[place - 1] for place in rivals)]
+    accuracy = _describe_accuracy(request, relevant_rows, [rows[place - 1] for place in others])
     if not rivals:
         names = format_alternatives(None, [target_slice(request, rows[place - 1]).name for place in others] or [""])
         text = f"#1 is {better} than every row on {names}, even at the slow end of its interval and their fast ends."
-        return [text] if others and all(rows[place - 1].interval for place in [1, *others]) else []
+        return [*([text] if others and all(rows[place - 1].interval for place in [1, *others]) else []), *accuracy]
     place, rival, named = rivals[0], rows[rivals[0] - 1], rivals[:MAX_NAMED_RIVALS]
     text = format_alternatives(None, [_describe_row(rows[place - 1], place) for place in named])
     text += f" (and {count_text(len(rivals) - len(named), 'more slice')})" if len(rivals) > len(named) else ""
     why = "their intervals overlap" if best.interval and rival.interval else "an interval is unknown"
-    lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}."]
-    lines += _describe_accuracy(request, [best, *(rows[place - 1] for place in rivals)])
+    lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}.", *accuracy]
     if best.stage is Stage.estimate:
         return lines
     if settle := _compile_text(request, rival, f"To settle it, first compile #{place}"):
@@ -99,16 +97,19 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) 
     return [*lines, _measure_text(request, rows, place)]
 
 
-def _describe_accuracy(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a sentence that names the slice with the least accurate predictions, and the runs behind them.
+def _describe_accuracy(
+    request: SearchRequest, rows: Sequence[RankedLayout], others: Sequence[RankedLayout]
+) -> list[str]:
+    """Return a sentence that names the chip with the least accurate predictions, and the runs behind them.
 
-    Empty if the predictions of all slices are as accurate, or for chips or models without published runs.
+    Empty if this is not the chip of one of `rows`, which are #1 and those that may be better, if the predictions for
+    all chips are as accurate, or for chips or models without published runs. `others` are on the other chips.
     """
     errors: dict[str, float] = {}
     recipes: dict[str, int] = {}
-    for row in rows:
+    for row in [*rows, *others]:
         chip = target_slice(request, row).chip
-        if chip is None or chip.replay.factor is not None or (row.stage is Stage.compile and row.interval is None):
+        if chip is None or chip.replay.factor is not None or row.interval is None:
             return []
         runs = published_runs_on(chip.platform)
         if (interval := published_interval(runs, chip.name, 1.0)) is None:
@@ -117,10 +118,14 @@ def _describe_accuracy(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
         recipes[chip.name] = len({run.family for run in runs if run.chip == chip.name})
     if len(errors) < 2 or max(errors.values()) - min(errors.values()) < 0.005:
         return []
-    texts = {name: f"up to {percent_text(error)} ({_recipes_text(recipes[name])})" for name, error in errors.items()}
     worst = max(errors, key=lambda name: errors[name])
-    others = [f"those for {name} by {text}" for name, text in texts.items() if name != worst]
-    return [f"Compiled predictions are the least accurate for {worst}: off by {texts[worst]}, {', '.join(others)}."]
+    if not any(chip and chip.name == worst for chip in (target_slice(request, row).chip for row in rows)):
+        return []
+    texts = {name: f"up to {percent_text(error)} ({_recipes_text(recipes[name])})" for name, error in errors.items()}
+    other_texts = [f"those for {name} by {text}" for name, text in texts.items() if name != worst]
+    return [
+        f"Compiled predictions are the least accurate for {worst}: off by {texts[worst]}, {', '.join(other_texts)}."
+    ]
 
 
 def _recipes_text(count: int) -> str:

@@ -60,7 +60,7 @@ class UnpaddedHeads(NamedTuple):
         head_dim: Dimensions of the padded heads of the run.
         padded_dim: Their dimensions with padding.
         changes: Overrides that set the unpadded heads.
-        seconds: Estimated step times of the run and with unpadded heads. Neither is corrected by compiles.
+        seconds: Estimated step times of the run and with unpadded heads.
         peaks: Estimated peak memory per device of the run and with unpadded heads, in bytes.
     """
 
@@ -74,6 +74,15 @@ class UnpaddedHeads(NamedTuple):
     def speedup(self) -> float:
         """Estimated step time of the run divided by that with unpadded heads."""
         return self.seconds[0] / self.seconds[1]
+
+    def scaled_to(self, step_s: float, peak: int | None) -> UnpaddedHeads:
+        """Return a copy with the ratios of times and of peaks, for a run with this step time and peak in bytes.
+
+        A more accurate prediction of the run corrects that with unpadded heads by the same ratio.
+        """
+        peak = peak or self.peaks[0]
+        peaks = (peak, round(peak * self.peaks[1] / self.peaks[0]))
+        return self._replace(seconds=(step_s, step_s / self.speedup), peaks=peaks)
 
     def __str__(self) -> str:
         (padded_s, step_s), (padded_peak, peak) = map(duration_text, self.seconds), map(memory_text, self.peaks)
