@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,8 +35,10 @@ from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.fault_texts import MAX_LINES, constraint_remedy, describe_replication, join_lines
 from valkyrie.search.compile.faults import find_faults
+from valkyrie.search.compile.hints import program_hints
+from valkyrie.search.compile.padding import find_padding
 from valkyrie.search.compile.partitioned import PartitionedProgram
-from valkyrie.search.compile.prediction import MemoryReport
+from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.train.program import serialised_module
 from valkyrie.units import GIB
 
@@ -97,6 +100,7 @@ def compile_program(
     unpartitioned = UnpartitionedProgram.from_lowered(lowered)
     with without_cache():  # cached programs may have the line numbers of an earlier version of this file
         module = parse_module(serialised_module(lowered.compile()))
+    unpartitioned.skip_helpers(module)
     return PartitionedProgram(unpartitioned, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
 
 
@@ -171,6 +175,56 @@ def test_a_constraint_that_replicates_the_batch_is_named_as_the_cause(scanned: b
     assert file == __file__ and "with_sharding_constraint(h" in linecache.getline(file, int(line))
     causes, consequences = fault.text.split("each device computes")[0].split("replicates it")
     assert f":{line}" in causes and f":{int(line) + 1}" in consequences and f":{line}" in fault.remedy
+
+
+def test_a_constraint_in_a_helper_is_named_by_the_line_that_calls_the_helper() -> None:
+    mesh = cpu_mesh(data=4, model=2)
+
+    def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+        return with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def compile_step(*axes: str | None) -> PartitionedProgram:
+        def loss(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+            x = constrain(jnp.tanh(x), "data")
+            h = jax.nn.relu(x @ up)
+            h = constrain(h, *axes)  # the fault
+            return jnp.square(constrain(h @ down, "data")).mean()
+
+        weights = (
+            struct(mesh, (EMBED, MLP), PartitionSpec(None, "model")),
+            struct(mesh, (MLP, EMBED), PartitionSpec("model")),
+        )
+        arguments = *weights, struct(mesh, (BATCH, SEQ, EMBED), DATA)
+        return compile_program(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))), arguments)
+
+    fault = faults_by_code(compile_step(None, None, "model"))[FaultCode.whole_batch]
+    assert line_of(fault.source).endswith("# the fault\n")
+    helper_line = inspect.getsourcelines(constrain)[1] + 1
+    assert f"through constrain at {Path(__file__).relative_to(Path.cwd())}:{helper_line}" in fault.text
+    (spec,) = re.findall(r"PartitionSpec\(.*?\)", fault.remedy)
+    assert eval(spec) == PartitionSpec("data", None, "model"), "with the axes of the other dimensions"
+    assert find_faults(compile_step(*eval(spec))) == ()
+
+
+def test_products_in_a_helper_are_named_by_the_line_that_calls_it_and_layers_by_their_own() -> None:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        h = x @ w  # of a layer
+        return h @ w.T  # of a layer
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = product(x, w)  # of a caller
+        x = product(h, w.T)  # of a caller
+        x = layer(x, w)
+        return layer(x, w)
+
+    unpartitioned = UnpartitionedProgram.from_lowered(
+        jax.jit(step).lower(jnp.zeros((EMBED, MLP)), jnp.zeros((BATCH, EMBED)))
+    )
+    products = [i for c in unpartitioned.module.computations for i in c.instructions if i.opcode == "dot"]
+    assert [line_of(i.source).split()[-1] for i in products] == ["caller"] * 2 + ["layer"] * 4
 
 
 @pytest.mark.parametrize("constraint", [DATA, PartitionSpec(PartitionSpec.UNCONSTRAINED), PartitionSpec(None, "data")])
@@ -272,6 +326,12 @@ def test_narrow_products_are_found_by_their_time() -> None:
     found_faults = faults_by_code(program)
     assert found_faults.keys() == {FaultCode.padding}
     assert found_faults[FaultCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
+    assert program.replay is not None
+    faultless = replace(program, replay=replace(program.replay, step_s=2.1))
+    assert find_faults(faultless) == (), "19% of the step is below the threshold"
+    prediction = Prediction(None, CompileStatus.ok, step=PredictedStep(2.1, None, None), parts=())
+    (hint,) = program_hints(prediction, find_padding(faultless))
+    assert hint.code is HintCode.largest_part and "of 64 to 128" in hint.text and "takes 19%" in hint.text
 
 
 def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:

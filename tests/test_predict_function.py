@@ -171,14 +171,14 @@ def test_locations_depend_neither_on_lines_nor_on_callers():
     assert (
         "jit(step)/jvp()/while/body/closed_call" in first and len(locations.operations) == len(others.operations) > 50
     )
-    innermost = {frames[0] for frames in locations.frames if frames}
-    assert innermost and innermost.isdisjoint(locations.map_lines_to(others))
+    assert all(old[0] == new[0] for old, new in locations.map_stacks_to(others).items())
     renamed = split_locations(direct.replace("test_predict_function.py", r"caf\C3\A9.py"))
-    assert any("/café.py:" in line for line in locations.map_lines_to(renamed[1]).values())
+    assert any("/café.py:" in line for stack in locations.map_stacks_to(renamed[1]).values() for line in stack)
     moved = split_locations(re.sub(r'(test_predict_function.py":)(\d+)', lambda m: f"{m[1]}{int(m[2]) + 5}", direct))
-    assert moved[0] == first
-    lines = {line for frames in locations.frames for line in frames if "test_predict_function.py" in line}
-    assert locations.map_lines_to(moved[1]) == {line: f"{line[:-3]}{int(line[-3:]) + 5}" for line in lines}
+    assert moved[0] == first and locations.map_stacks_to(locations) == {}
+    for old, new in locations.map_stacks_to(moved[1]).items():
+        is_here = ["test_predict_function.py" in line for line in old]
+        assert new == tuple(f"{x[:-3]}{int(x[-3:]) + 5}" if here else x for x, here in zip(old, is_here, strict=True))
 
 
 @pytest.mark.slow  # compiles for a TPU
@@ -203,6 +203,10 @@ def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
         next(r.source for r in result.record.lines if r.source.startswith(str(file))) for result in (first, second)
     ]
     assert lines == [f"{file}:2", f"{file}:4"]
+    helper = "def product(x, w):\n    return x @ w\n\ndef step(w, x):\n    return product(product(x, w), w.T)\n"
+    third = predict(helper)
+    assert third.record.compile.cached, "the same StableHLO with its operations in another function"
+    assert {r.source for r in third.record.lines if r.source.startswith(str(file))} == {f"{file}:2"}
     assert capfd.readouterr() == ("", "")
 
 

@@ -221,10 +221,13 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     assert "mesh data=8: failed: " in str(ended) and "(sys.exit(3))" in str(ended)
 
 
-def test_a_search_is_one_run_at_wandb(tmp_path: Path):
+def test_a_search_is_one_run_at_wandb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     search_result = valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), tokens=1024, quiet=True)
     for _ in range(2):  # the second report updates the run of the first
-        assert search_result.log_to_wandb("sharding", tmp_path, name="mine") is None
+        note = search_result.log_to_wandb("sharding", tmp_path, name="mine")
+        command, _, path = str(note).rpartition(" ")
+        assert command.endswith("wandb sync") and [*Path(path).glob("*.wandb")], "the run is offline"
+        assert note in capsys.readouterr().err
     log = wandb_logs(tmp_path)[-1]
     assert (log["run"].project, log["run"].display_name, log["run"].job_type) == ("sharding", "mine", "search")
     assert log["summary"]["best/name"] == search_result.best == "mesh data=8"
@@ -277,6 +280,11 @@ def test_a_search_ends_before_it_would_exceed_its_budget(
     assert "exceed the budget" in str(search_result) and f"{count} of 4 layouts" in str(search_result)
     assert all(name in str(search_result) for name in search_result.untried)
     assert f"{count} of 4 layouts" in repr(search_result) and f"{count} of 4 layouts" in search_result._page()
+    page = search_result._page()
+    compiled = len(search_result.results)
+    assert (
+        f"<h1>Fastest of {compiled} compiled layout" in page and f"(of {compiled + len(search_result.untried)})" in page
+    )
     assert "untried" in capsys.readouterr().err, "a script that prints only the best layout warns, too"
 
 
@@ -351,7 +359,7 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     assert all(part in str(search_result) for part in ("2 times the budget", "mesh data=1 model=8", "0 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
     page = (tmp_path / PAGE_FILE).read_text()
-    assert "<h1>Fastest of 4 layouts" in page and "0 of 4 compiled" in page and "fits" not in repr(search_result)
+    assert "<h1>4 layouts, none compiled" in page and "0 of 4 compiled" in page and "fits" not in repr(search_result)
     assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5

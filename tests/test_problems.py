@@ -161,7 +161,13 @@ def test_sizes_are_not_part_of_a_problems_identity():
         for n in (4, 8)
     )
     assert first != other and first.identity == other.identity
-    assert first.label == other.label and first.label.endswith("mlp over x")
+    assert first.label == other.label and first.label.startswith("mlp not divisible by its mesh axes (x)")
+    assert "model.mlp" in first.label, "the key to change"
+    layers, rounds = (
+        Problem(code, "model.layers", axes=("layers",))
+        for code in (ProblemCode.not_divisible, ProblemCode.rounds_not_divisible)
+    )
+    assert layers.label == rounds.label and "partition.rounds" in rounds.label, "one phrase for stages and rounds"
     assert first.identity != replace(first, mesh_axes=("y",)).identity != replace(first, key=None).identity
 
 

@@ -358,7 +358,7 @@ def test_a_space_is_measured_without_repeats(tmp_path: Path):
         with start_training("-m", "hydra/sweeper=layouts", *arguments, cwd=tmp_path) as process:
             out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-        assert re.findall(r"\d+", out.partition("\n")[0]) == ["4", "3", "1"] and "divisible: x·y·z" in out
+        assert re.findall(r"\d+", out.partition("\n")[0]) == ["4", "3", "1"] and "microbatches (x·y·z)" in out
         assert set(rates(tmp_path / "runs" / "s")) == {("dp", 1), ("2d_tp", 1), ("2d_tp", 2)}
         assert len((tmp_path / "runs" / "s" / "trials.jsonl").read_text().splitlines()) == 4
 

@@ -65,15 +65,14 @@ class ProblemCode(Enum):
     rounds_not_divisible = "rounds_not_divisible"
 
 
-DIVISIBILITY_CODES = frozenset(
-    {
-        ProblemCode.not_divisible,
-        ProblemCode.batch_not_divisible,
-        ProblemCode.seq_not_divisible,
-        ProblemCode.device_batch_not_divisible,
-        ProblemCode.rounds_not_divisible,
-    }
-)
+_DIVISORS = {
+    ProblemCode.not_divisible: "its mesh axes",
+    ProblemCode.batch_not_divisible: "shards x microbatches",
+    ProblemCode.seq_not_divisible: "its mesh axes",
+    ProblemCode.rounds_not_divisible: "stages x partition.rounds",
+}
+"""Divisors as `Problem.label` names them."""
+DIVISIBILITY_CODES = frozenset({*_DIVISORS, ProblemCode.device_batch_not_divisible})
 """Codes for sizes that are not divisible by the number of parts that a layout splits them into.
 
 `valkyrie.parallel.problems.add_advice` adds legal values to problems with these codes.
@@ -171,7 +170,12 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """Short name without sizes, for counting problems: `not divisible: heads over x`."""
+        """Short name without sizes, for counting problems: `mlp not divisible by mesh axes x: use a multiple`."""
+        if self.code in _DIVISORS:
+            subject = ", ".join(self.axes) or self.code.value.removesuffix("_not_divisible").replace("_", " ")
+            divisor = _DIVISORS[ProblemCode.rounds_not_divisible if "layers" in self.axes else self.code]
+            over = f" ({'·'.join(self.mesh_axes)})" if self.mesh_axes else ""
+            return f"{subject} not divisible by {divisor}{over}: use a multiple{f' in {self.key}' * bool(self.key)}"
         subject = ", ".join(self.axes) or (self.key if self.text or self.allowed else None)
         where = " over ".join(filter(None, (subject, "·".join(self.mesh_axes))))
         words = self.code.value.replace("_", " ")

@@ -9,9 +9,10 @@ import importlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from valkyrie.compiled.schema import module_class
 
@@ -54,6 +55,9 @@ Tuples, tokens and opaque values are omitted, because their elements have no bit
 
 HBM, HOST = 0, 5
 """Memory space IDs in libtpu's HLO. The remaining IDs are on-chip memories: 1 is VMEM, 2 flags, 3 CMEM."""
+
+SHARDING_ATTRIBUTE = "xla.sdy.sharding"
+"""Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
 
 _CYCLES_PATTERN = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
@@ -117,6 +121,25 @@ class Shape:
         return tuple(leaf for part in self.tuple_shapes for leaf in part.leaves) if self.tuple_shapes else (self,)
 
 
+class Frame(NamedTuple):
+    """A stack frame: its source line (`file:line`) and the name of its function, or an empty string if unknown."""
+
+    line: str
+    function: str = ""
+
+
+@lru_cache(maxsize=2**14)
+def user_frames(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames of the user's code from the one that caused an operation outwards.
+
+    This is the innermost frame in `valkyrie/models`. If there is none, it is the innermost frame outside of libraries
+    or, failing that, the innermost frame.
+    """
+    outside_libraries = [frame for frame in stack if not _LIBRARY_PATTERN.search(frame.line)]
+    in_models = (number for number, frame in enumerate(outside_libraries) if _MODELS_PATH in frame.line)
+    return tuple(outside_libraries[next(in_models, 0) :] or stack[:1])
+
+
 @dataclass(slots=True, eq=False)
 class Instruction:
     """One operation.
@@ -127,6 +150,7 @@ class Instruction:
         cycles: The compiler's estimate of its duration in cycles, or None if unknown.
         message: The protobuf message.
         computation: The computation that contains it.
+        stack: All stack frames of that operation, from the innermost function to its callers; empty if unknown.
         operands: The instructions that compute its operands.
         called_computations: Computations that it calls, such as the body of a fusion.
     """
@@ -139,6 +163,7 @@ class Instruction:
     cycles: int | None
     message: Any
     computation: Computation
+    stack: tuple[Frame, ...] = ()
     operands: list[Instruction] = field(default_factory=list)
     called_computations: list[Computation] = field(default_factory=list)
 
@@ -150,7 +175,7 @@ class Instruction:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Frontend attributes by name: text from JAX, such as `xla.sdy.sharding`."""
+        """Frontend attributes by name: text from JAX, such as `SHARDING_ATTRIBUTE`."""
         return {a.key: a.value for a in self.message.frontend_attributes.map}
 
     @property
@@ -229,7 +254,7 @@ class _Reader:
     def __init__(self, message: Any) -> None:
         self._message = message
         self._frames = message.stack_frames
-        self._sources: dict[int, str] = {}
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
         self._shapes: dict[bytes, Shape] = {}
 
     def read_module(self) -> Module:
@@ -258,15 +283,17 @@ class _Reader:
         for instruction_message in message.instructions:
             cycles_match = _CYCLES_PATTERN.search(instruction_message.backend_config)
             cycles = int(cycles_match[1]) if cycles_match else _UNKNOWN_CYCLES
+            stack = self._read_stack(instruction_message.metadata.stack_frame_id)
             instruction_by_id[instruction_message.id] = Instruction(
                 name=instruction_message.name,
                 opcode=instruction_message.opcode,
                 shape=self._shape(instruction_message.shape),
                 op_name=instruction_message.metadata.op_name,
-                source=self._source_line(instruction_message.metadata),
+                source=_source_line(stack, instruction_message.metadata),
                 cycles=cycles if cycles < _UNKNOWN_CYCLES else None,
                 message=instruction_message,
                 computation=computation,
+                stack=stack,
             )
             if instruction_message.opcode == "parameter":
                 computation.parameters[instruction_message.parameter_number] = instruction_by_id[instruction_message.id]
@@ -296,27 +323,26 @@ class _Reader:
             )
         return shape
 
-    def _source_line(self, metadata: Any) -> str:
-        """Return the source line that caused an operation, as `file:line`.
+    def _read_stack(self, frame_id: int) -> tuple[Frame, ...]:
+        if frame_id not in self._stacks:
+            self._stacks[frame_id] = tuple(self._frames_from(frame_id))
+        return self._stacks[frame_id]
 
-        This is the innermost stack frame in `valkyrie/models`. If there is none, it is the innermost frame outside of
-        libraries or, failing that, the innermost frame. Without a stack, it is the line that the metadata names.
-        Returns an empty string if the source is unknown.
-        """
-        if not metadata.stack_frame_id:
-            return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
-        if metadata.stack_frame_id not in self._sources:
-            lines = list(self._stack_lines(metadata.stack_frame_id))
-            lines_in_models = (line for line in lines if _MODELS_PATH in line)
-            lines_outside_libraries = (line for line in lines if not _LIBRARY_PATTERN.search(line))
-            self._sources[metadata.stack_frame_id] = (
-                next(lines_in_models, None) or next(lines_outside_libraries, None) or lines[0]
-            )
-        return self._sources[metadata.stack_frame_id]
-
-    def _stack_lines(self, frame_id: int) -> Any:
+    def _frames_from(self, frame_id: int) -> Iterator[Frame]:
+        files, functions = self._frames.file_names, self._frames.function_names
         while frame_id:
             frame = self._frames.frames[frame_id - 1]
             location = self._frames.locations[frame.location - 1]
-            yield f"{self._frames.file_names[location.file - 1]}:{location.line}"
+            function = functions[location.function - 1] if location.function else ""
+            yield Frame(f"{files[location.file - 1]}:{location.line}", function)
             frame_id = frame.parent
+
+
+def _source_line(stack: tuple[Frame, ...], metadata: Any) -> str:
+    """Return the source line that caused an operation, as `file:line`. Empty if unknown.
+
+    Without a stack, it is the line that the metadata names.
+    """
+    if stack:
+        return user_frames(stack)[0].line
+    return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""

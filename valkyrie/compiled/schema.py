@@ -60,7 +60,7 @@ _MESSAGES = {
     "Schedule": "1 sequences ScheduleEntry*",
     "FileLocation": "1 file int, 2 function int, 3 line int",
     "StackFrame": "1 location int, 2 parent int",
-    "StackFrames": "1 file_names str*, 3 locations FileLocation*, 4 frames StackFrame*",
+    "StackFrames": "1 file_names str*, 2 function_names str*, 3 locations FileLocation*, 4 frames StackFrame*",
     "AssignedDevice": "1 replica_device_ids int*",
     "Assignment": "1 replicas int, 2 partitions int, 3 computation_devices AssignedDevice*",
     "Module": "1 name str, 3 computations Computation*, 6 entry_computation_id int, 7 schedule Schedule, "

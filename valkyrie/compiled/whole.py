@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.hlo import Computation, Instruction, Module, Shape, parse_module
+from valkyrie.compiled.helpers import find_helper_lines, skip_helper_lines
+from valkyrie.compiled.hlo import SHARDING_ATTRIBUTE, Computation, Instruction, Module, Shape, parse_module
 from valkyrie.compiled.loops import condition_and_body
 
 if TYPE_CHECKING:
     import jax
 
-_SHARDING_ATTRIBUTE = "xla.sdy.sharding"
-"""Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
 _DIMENSION_PATTERN = re.compile(r"\{([^}]*)\}")
 _AXIS_PATTERN = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 """Regex for a mesh axis, `"data"`, or a part of one, `"data":(1)2`. Its groups are the name and the part's size."""
@@ -71,10 +70,15 @@ class BatchDimension:
 
 
 class UnpartitionedProgram:
-    """A lowered program with its arguments and the batch dimensions of each of its arrays."""
+    """A lowered program with its arguments and the batch dimensions of each of its arrays.
+
+    The source of an operation in a helper function is the line that calls the helper: see `helper_lines`.
+    """
 
     def __init__(self, module: Module) -> None:
         self.module = module
+        self.helper_lines = find_helper_lines(module)
+        skip_helper_lines(module, self.helper_lines)
         self.arguments = read_arguments(module)
         tracer = _Tracer(module, self.arguments)
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
@@ -126,6 +130,10 @@ class UnpartitionedProgram:
             )
         return [replications[number] for number in sorted(numbers, reverse=True)]
 
+    def skip_helpers(self, module: Module) -> None:
+        """Change the sources of the compiled module in the same way as those of this program."""
+        skip_helper_lines(module, self.helper_lines)
+
     def _array_marks(self, array: Instruction) -> Marks:
         """Return the marks of an array; () for a tuple and for an array without any."""
         marks = self._marks.get(array)
@@ -145,7 +153,7 @@ def read_arguments(module: Module) -> tuple[Argument, ...]:
         is_state = unmatched_results[key] > 0
         unmatched_results[key] -= is_state
         name = parameter.op_name or parameter.name
-        axis_parts = parse_sharding(parameter.attributes.get(_SHARDING_ATTRIBUTE, ""))
+        axis_parts = parse_sharding(parameter.attributes.get(SHARDING_ATTRIBUTE, ""))
         arguments.append(Argument(name, shape, axis_parts, is_state))
     return tuple(arguments)
 
@@ -163,7 +171,7 @@ def parse_sharding(text: str) -> tuple[tuple[AxisPart, ...], ...]:
     )
 
 
-def _open_dimensions(text: str) -> list[bool]:
+def open_dimensions(text: str) -> list[bool]:
     """Return whether XLA may shard each dimension further, as Shardy writes with a question mark: `{?}`."""
     return ["?" in dimension for dimension in _DIMENSION_PATTERN.findall(text)]
 
@@ -261,12 +269,12 @@ class _Tracer:
         """
         dims = instruction.shape.dims
         old_marks = marks if isinstance(marks, tuple) else (_NO_MARKS,) * len(dims)
-        text = instruction.attributes.get(_SHARDING_ATTRIBUTE, "")
+        text = instruction.attributes.get(SHARDING_ATTRIBUTE, "")
         axes = [tuple(axis for axis, _ in parts) for parts in parse_sharding(text)]
         new_axes = [() if mark else dimension_axes for mark, dimension_axes in zip(old_marks, axes, strict=False)]
         if instruction in self._batch_instructions and instruction not in self.marks and any(new_axes):
             old_marks = _union_marks(old_marks, self._create_marks(_argument_name(instruction), dims, new_axes))
-        used_axes, is_open = set().union(*axes), _open_dimensions(text)
+        used_axes, is_open = set().union(*axes), open_dimensions(text)
         new_marks = list(old_marks)
         for dimension, mark in enumerate(old_marks):
             batch_axes = {axis for number in mark if number >= 0 for axis in self._candidates[number].mesh_axes}

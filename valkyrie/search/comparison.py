@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import shlex
 import statistics
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +208,8 @@ class Comparison:
         """Report the table, the best layout and the page to W&B, as one run of the job type `search`.
 
         `WANDB_MODE` and `WANDB_API_KEY` select online or offline. Repeated reports from the same folder update the same
-        run. Returns a note if W&B could not start, or only offline. Raises ValueError for an illegal `project`.
+        run. Prints a line to stderr and returns it: the run's folder, with its address or, offline, the command that
+        uploads it; or why W&B did not start. Returns None if W&B is off. Raises ValueError for an illegal `project`.
 
         Args:
             project: W&B project.
@@ -215,7 +218,7 @@ class Comparison:
         """
         from valkyrie.checksums import digest
         from valkyrie.problems import raise_problems
-        from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, group_tag
+        from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, WandbWriter, group_tag
 
         config, record, folder = TrackingConfig(project=project), self.record, Path(folder)
         raise_problems([*config.problems("project"), *config.environment_problems()])
@@ -230,7 +233,7 @@ class Comparison:
             name=name, run_id=run_id, group=name, job_type="search", fields=fields, tags=tags, resume="allow"
         )
         if run is None:
-            return writer.note
+            return _print_to_stderr(writer.note)
         import wandb
 
         columns = comparison_columns(record)
@@ -241,7 +244,11 @@ class Comparison:
             best = {column.key: column.wandb_value(self._row(self.best)) for column in columns}
             run.summary.update({f"best/{key}": value for key, value in best.items() if value is not None})
         run.finish()
-        return writer.note
+        run_folder = folder / "wandb" / Path(run.dir).parent.name
+        upload = f"offline. To upload it later: wandb sync {shlex.quote(str(run_folder))}"
+        return _print_to_stderr(
+            writer.note or f"W&B run in {run_folder}: {run.url if writer.mode is WandbMode.online else upload}"
+        )
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -254,8 +261,16 @@ class Comparison:
         record = self.record
         table = terminal_table(comparison_columns(record), record.rows)
         records = {name: _prediction(result) for name, result in self.results.items()}
-        title = f"Fastest of {count_text(len(self.results) + len(self.untried), 'layout')} on {record.target}"
+        title = f"{self._title()} on {record.target}"
         return comparison_page(title, self._subject(), table, self._note_lines(record), records, self.best)
+
+    def _title(self) -> str:
+        compiled, layouts = len(self.results), count_text(len(self.results) + len(self.untried), "layout")
+        if not compiled:
+            return f"{layouts}, none compiled"
+        if not self.untried:
+            return f"Fastest of {layouts}"
+        return f"Fastest of {count_text(compiled, 'compiled layout')} (of {compiled + len(self.untried)})"
 
     def _subject(self) -> str:
         """Return a line with the number of compiled layouts and the fastest one, such as `2 of 6 compiled`."""
@@ -405,6 +420,13 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
 def _interval(prediction: Prediction) -> tuple[float, float] | None:
     interval = None if prediction.step is None else prediction.step.interval
     return None if interval is None else (interval.low - 1, interval.high - 1)
+
+
+def _print_to_stderr(note: str | None) -> str | None:
+    """Print a note unless it is None, and return it."""
+    if note is not None:
+        print(note, file=sys.stderr)
+    return note
 
 
 def _prediction(result: Result) -> Prediction:

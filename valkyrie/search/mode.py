@@ -348,7 +348,10 @@ def _print_refusals(space: LayoutSpace, console: Console) -> None:
 
 def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
     """Return the number of refused layouts by reason, the most frequent first."""
-    return {f"partition={p.partition}: {p.label}": count for p, count in space.refused.most_common()}
+    counts = Counter[str]()
+    for problem, count in space.refused.items():
+        counts[f"partition={problem.partition}: {problem.label}"] += count
+    return dict(counts.most_common())
 
 
 def _describe_no_fit(

@@ -6,7 +6,7 @@ Illegal combinations are recorded as refused. Does not import JAX.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.compose import count_accelerators
 from valkyrie.paths import write_atomic
-from valkyrie.problems import Identity, Problem
+from valkyrie.problems import Problem
 from valkyrie.runs.folder import split_override
 from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
@@ -150,9 +150,5 @@ def describe_counts(cells: Cells, selected_cells: Sequence[Cell]) -> str:
 
 
 def count_kinds(problems: Iterable[Problem]) -> list[tuple[str, int]]:
-    """Count problems of the same kind (`Problem.identity`). Returns (label, count) pairs, most frequent first."""
-    reasons: dict[Identity, list[Problem]] = defaultdict(list)
-    for problem in problems:
-        reasons[problem.identity].append(problem)
-    ordered = sorted(reasons.values(), key=len, reverse=True)
-    return [(members[0].label, len(members)) for members in ordered]
+    """Count problems by label. Returns (label, count) pairs, most frequent first."""
+    return Counter(problem.label for problem in problems).most_common()

@@ -6,7 +6,6 @@ Each fault has a remedy and, if known, its mesh axes, source line and cost. Faul
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from valkyrie.search.compile.fault_texts import (
     format_line,
     list_lines,
 )
+from valkyrie.search.compile.padding import LANES, find_padding
 from valkyrie.search.compile.partitioned import Origin, PartitionedProgram, find_origin
 from valkyrie.search.compile.prediction import short_cause
 from valkyrie.search.compile.repeated import find_repeated_compute, repeated_seconds
@@ -41,7 +41,8 @@ MIN_STATE_SHARE = 0.15
 A high share, because plain data parallelism replicates all state.
 """
 MIN_PADDING_SHARE = 0.2
-"""Padding is reported if products spend at least this share of the step on it.
+"""Padding is reported if products spend at least this share of the step on it, which is half of the time of products
+with one dimension of 64.
 
 More than `MIN_SHARE`, because every model has a few narrow products.
 """
@@ -50,8 +51,6 @@ MIN_WHOLE_BATCH_SHARE = 0.25
 
 The forward pass has 1/3 of them, so a line is also reported if only its forward pass computes the whole batch.
 """
-LANES = 128
-"""Lanes of a TPU's vector registers. Smaller dimensions are padded to them. v6e's matrix unit is twice as wide."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
 _FILLED = ("broadcast", "constant", "iota")
@@ -394,56 +393,12 @@ def _used_share(all_reduce: Instruction, users: Mapping[Instruction, Sequence[In
 
 
 def _find_padding(program: PartitionedProgram) -> Iterator[Fault]:
-    """Yield a fault if padding narrow products takes at least `MIN_PADDING_SHARE` of the step.
-
-    A product is narrow if its contracted dimension or its number of output features is at most half of `LANES`.
-    """
-    useful_flops: Counter[tuple[str, str]] = Counter()
-    padded_flops: Counter[tuple[str, str]] = Counter()
-    narrow_sizes: dict[str, Counter[int]] = defaultdict(Counter)
-    for product in program.local_products:
-        key = find_cause(product.operation)
-        sizes = [size for size in _product_widths(product.instruction) if size <= LANES // 2]
-        useful_flops[key] += int(product.flops)
-        padded_flops[key] += int(product.flops * math.prod(LANES / size for size in sizes))
-        narrow_sizes[key[1]].update({size: int(product.flops) for size in sizes})
-    waste: dict[str, float] = defaultdict(float)
-    for cost in program.replay.costs if program.replay else ():
-        key = cost.op_name, cost.source
-        if cost.kind is PartKind.matmul and padded_flops[key]:
-            waste[cost.source] += cost.seconds * (1 - useful_flops[key] / padded_flops[key])
-    waste = {line: seconds for line, seconds in waste.items() if seconds > 0.01 * program.step_s}
-    seconds = sum(waste.values())
-    if not waste or seconds < MIN_PADDING_SHARE * program.step_s:
+    padding = find_padding(program)
+    if padding is None or padding.seconds < MIN_PADDING_SHARE * program.step_s:
         return
-    slowest = max(waste, key=lambda line: waste[line])
-    sizes = sorted({counts.most_common(1)[0][0] for line, counts in narrow_sizes.items() if line in waste and counts})
     text = (
-        f"Products in {list_lines(program, waste)} have dimensions of "
-        f"{' and '.join(str(size) for size in sizes[-2:])}, which the {LANES} x {LANES} matrix unit pads to {LANES}. "
-        f"Padding takes about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
+        f"Products in {padding.lines} have dimensions of {padding.sizes}, which the {LANES} x {LANES} matrix unit pads "
+        f"to {LANES}. Padding takes about {duration_text(padding.seconds)} of the {duration_text(program.step_s)} step."
     )
     remedy = f"Use dimensions that are multiples of {LANES}, such as heads of {LANES}, or shard another dimension."
-    yield Fault(FaultCode.padding, text, remedy, slowest, (), seconds)
-
-
-def _product_widths(instruction: Instruction) -> list[int]:
-    """Return the contracted size and the number of output features of a product, the sizes that are padded."""
-    message = instruction.message
-    if instruction.opcode == "convolution":
-        numbers, kernel = message.convolution, instruction.operands[1].shape.dims
-        window = math.prod(kernel[d] for d in numbers.kernel_spatial) if len(numbers.kernel_spatial) else 1
-        contracted = kernel[numbers.kernel_input_feature] * (window if not _is_batched(instruction) else 1)
-        return [size for size in (contracted, kernel[numbers.kernel_output_feature]) if size > 0]
-    contracted = math.prod(instruction.operands[0].shape.dims[d] for d in message.dot.lhs_contracting)
-    used = {*message.dot.rhs_batch, *message.dot.rhs_contracting}
-    features = math.prod(size for d, size in enumerate(instruction.operands[1].shape.dims) if d not in used)
-    return [contracted, features]
-
-
-def _is_batched(instruction: Instruction) -> bool:
-    """Return whether a convolution is a batched product, which XLA writes with a dilated or strided window."""
-    return any(
-        window.base_dilation > 1 or window.window_dilation > 1 or window.stride > 1
-        for window in instruction.message.window.dimensions
-    )
+    yield Fault(FaultCode.padding, text, remedy, padding.source, (), padding.seconds)

@@ -13,6 +13,7 @@ from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
 from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.parts import PartKind, StepPart, describe_part, sum_seconds
+from valkyrie.search.compile.padding import LANES, Padding
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     FullerRemat,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step for which most hints are given. Memory-bound operations need twice this share."""
+MIN_PADDING_SHARE = 0.05
+"""The hint on the largest part of a step mentions padding that takes at least this share of the step."""
 LOW_PRODUCT_RATE = 0.6
 """Matrix products below this share of peak FLOP/s get a hint. The compiler estimates 0.85 for large products."""
 MIN_RECOMPUTATION_SHARE = 0.01
@@ -54,6 +57,7 @@ class _Facts:
     step: PredictedStep
     other_layouts: Sequence[Prediction] = ()
     unpadded_heads: UnpaddedHeads | None = None
+    padding: Padding | None = None
 
     def share(self, *kinds: PartKind) -> float:
         return sum_seconds(self.prediction.parts, *kinds) / self.step.step_s
@@ -128,12 +132,13 @@ def layout_hints(
     )
 
 
-def program_hints(prediction: Prediction) -> tuple[Hint, ...]:
+def program_hints(prediction: Prediction, padding: Padding | None = None) -> tuple[Hint, ...]:
     """Return the hints for a program that is not a run's step, on exposed communication and memory-bound operations.
 
-    Empty without a predicted step time. If neither takes long, the only hint describes the largest part of the step.
+    Empty without a predicted step time. If neither takes long, the only hint describes the largest part of the step,
+    and the `padding` of narrow products.
     """
-    return _collect_hints(prediction, (), (_exposed_hints, _memory_bound_hints))
+    return _collect_hints(prediction, (), (_exposed_hints, _memory_bound_hints), padding=padding)
 
 
 def _collect_hints(
@@ -141,10 +146,11 @@ def _collect_hints(
     other_layouts: Sequence[Prediction],
     rules: Sequence[Callable[[_Facts], Iterator[Hint]]],
     unpadded_heads: UnpaddedHeads | None = None,
+    padding: Padding | None = None,
 ) -> tuple[Hint, ...]:
     if prediction.status is not CompileStatus.ok or prediction.step is None:
         return ()
-    facts = _Facts(prediction, prediction.step, other_layouts, unpadded_heads)
+    facts = _Facts(prediction, prediction.step, other_layouts, unpadded_heads, padding)
     return tuple(hint for rule in rules for hint in rule(facts)) or (_largest_part_hint(facts),)
 
 
@@ -153,6 +159,11 @@ def _largest_part_hint(facts: _Facts) -> Hint:
     rate = f" at {percent_text(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent_text(share)} of the step{rate}"
+    if (padding := facts.padding) is not None and padding.seconds >= MIN_PADDING_SHARE * facts.step.step_s:
+        text += (
+            f"; padding dimensions of {padding.sizes} to {LANES} in {padding.lines} takes "
+            f"{percent_text(padding.seconds / facts.step.step_s)} of the step"
+        )
     other_parts = [part for part in facts.prediction.parts if part.kind not in _PRODUCTS]
     if other_parts:
         part = max(other_parts, key=lambda part: part.seconds)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checksums import digest
-from valkyrie.compiled.hlo import Module
+from valkyrie.compiled.hlo import Frame, Module, user_frames
 from valkyrie.config.modes import MODULE_FILE
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.tpu import refuse_wrong_flags
@@ -55,6 +55,10 @@ _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)$", re.MULTILINE)
 _REFERENCE = re.compile(r"#loc(\d*)\b")
 _LINE = re.compile(r'"([^"\n]*)":(\d+):\d+')
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"(?!:\d)')
+
+
+Stack = tuple[str, ...]
+"""Source lines (`file:line`) of an operation, from the innermost function to its callers."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +105,23 @@ class SourceLocations:
     """Source lines of the operations of a program.
 
     Args:
-        frames: Distinct stacks of lines (`file:line`), each from the innermost function to its callers.
+        frames: Distinct stacks.
         operations: Index in `frames` for each operation, in order.
     """
 
-    frames: tuple[tuple[str, ...], ...]
+    frames: tuple[Stack, ...]
     operations: tuple[int, ...]
 
-    def map_lines_to(self, other: SourceLocations) -> dict[str, str]:
-        """Return a dict from old to new source lines, for lines that differ in `other`, a new lowering of the program.
+    def map_stacks_to(self, other: SourceLocations) -> dict[Stack, Stack]:
+        """Return a dict from old to new stacks, where `other` is a new lowering of the program.
 
-        Includes the lines of callers.
+        Returns {} if all are the same.
         """
-        pairs = [
-            [*zip(self.frames[old], other.frames[new], strict=False)]
-            for old, new in {*zip(self.operations, other.operations, strict=False)}
-        ]
-        moved: dict[str, str] = {}
-        for depth in range(max(map(len, pairs), default=0)):  # inner lines first: callers may differ
-            for lines in pairs:
-                if depth < len(lines):
-                    moved.setdefault(*lines[depth])
-        return {old: new for old, new in moved.items() if old != new}
+        stacks: dict[Stack, Stack] = {}
+        for old, new in dict.fromkeys(zip(self.operations, other.operations, strict=False)):
+            if self.frames[old] and other.frames[new]:
+                stacks.setdefault(self.frames[old], other.frames[new])
+        return stacks if any(old != new for old, new in stacks.items()) else {}
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,15 @@ class StoredProgram:
         record: Result of the compile.
         folder: Folder with the record and the optimised module, if there is one.
         cached: Whether the cache already had the program.
-        current_lines: Maps source lines (`file:line`) in the module to current ones, for operations that have moved
-            since the module was stored.
+        current_stacks: Maps the stacks of operations when the module was stored to current ones. Empty if all are the
+            same.
         note: Why the program is not in the cache, or None if it is.
     """
 
     record: ProgramRecord
     folder: Path
     cached: bool
-    current_lines: Mapping[str, str]
+    current_stacks: Mapping[Stack, Stack]
     note: str | None = None
 
     @property
@@ -150,9 +149,25 @@ class StoredProgram:
         return (self.folder / MODULE_FILE).read_bytes()
 
     def update_sources(self, module: Module) -> None:
-        """Replace the source lines in a parsed module by the current ones."""
-        for instruction in module.instructions.values() if self.current_lines else ():
-            instruction.source = self.current_lines.get(instruction.source, instruction.source)
+        """Replace the stacks and source lines in a parsed module by the current ones."""
+        for instruction in module.instructions.values() if self.current_stacks else ():
+            if instruction.stack:
+                lines = _update_stack(tuple(frame.line for frame in instruction.stack), self.current_stacks)
+                instruction.stack = tuple(map(Frame, lines))
+                instruction.source = user_frames(instruction.stack)[0].line
+
+
+def _update_stack(stack: Stack, current_stacks: Mapping[Stack, Stack]) -> Stack:
+    """Return the current lines of a stack in a compiled module.
+
+    XLA joins the stack of an operation and those of the calls that it inlined, so each part is replaced.
+    """
+    lines: list[str] = []
+    while stack:
+        size = next((size for size in range(len(stack), 0, -1) if stack[:size] in current_stacks), 1)
+        lines += current_stacks.get(stack[:size], stack[:size])
+        stack = stack[size:]
+    return tuple(lines)
 
 
 def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> LoweredProgram | None:
@@ -256,8 +271,8 @@ def compile_program(
     folder = programs_folder() / key
     if (record := read_program(folder)) is not None:
         with contextlib.suppress(OSError, RecordError):
-            current_lines = read_record(SourceLocations, folder / LOCATIONS_FILE).map_lines_to(locations)
-            return StoredProgram(record, folder, True, current_lines)
+            current_stacks = read_record(SourceLocations, folder / LOCATIONS_FILE).map_stacks_to(locations)
+            return StoredProgram(record, folder, True, current_stacks)
     problem = cache_problem(programs_folder())
     is_writable = problem is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
@@ -310,8 +325,8 @@ def _unescape(text: str) -> str:
 def split_locations(text: str) -> tuple[str, SourceLocations]:
     """Separate the text of StableHLO with debug information from its source lines. Returns (text, locations).
 
-    The text keeps the names of operations. It does not depend on line numbers or on the callers of the program, so it
-    can be part of a cache key.
+    The text keeps the names of operations. It does not depend on line numbers, on functions or on the callers of the
+    program, so it can be part of a cache key.
     """
     definitions = {match[1]: match[2] for match in _DEFINITION.finditer(text)}
     frames: dict[tuple[str, ...], int] = {}
@@ -327,9 +342,11 @@ def split_locations(text: str) -> tuple[str, SourceLocations]:
     @functools.cache
     def read_names(number: str) -> tuple[str, ...]:
         definition = definitions.get(number, "")
-        if _LINE.match(definition) or definition.startswith("callsite("):
+        references = _REFERENCE.findall(definition)
+        is_frame = any(_LINE.match(definitions.get(reference, "")) for reference in references)
+        if _LINE.match(definition) or definition.startswith("callsite(") or is_frame:
             return ()
-        inner_names = tuple(name for reference in _REFERENCE.findall(definition) for name in read_names(reference))
+        inner_names = tuple(name for reference in references for name in read_names(reference))
         return (name[1], *inner_names) if (name := _NAME.match(definition)) else inner_names
 
     def replace_reference(match: re.Match[str]) -> str:

@@ -21,11 +21,12 @@ from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import describe_value
 from valkyrie.runs.folder import package_versions
-from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.fault import FaultCode
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.layers import merge_layers
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
+from valkyrie.search.compile.padding import find_padding
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
@@ -287,14 +288,19 @@ def predict_module(
             or None.
     """
     assert target.chip is not None
+    if unpartitioned is not None:
+        unpartitioned.skip_helpers(module)
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
+    else:
+        report = _memory_report(target, memory)
+    partitioned = unpartitioned and PartitionedProgram(unpartitioned, module, axes, replay, report)
+    faults = () if partitioned is None else find_faults(partitioned)
+    if isinstance(memory, CompileOutcome):
         prediction = Prediction(None, memory.status, memory.reason, package_versions(), program=program, memory=report)
-        return PredictedProgram(
-            replace(prediction, faults=_find_faults(unpartitioned, module, axes, replay, report)), None
-        )
-    report, flops = _memory_report(target, memory), work.flops
+        return PredictedProgram(replace(prediction, faults=faults), None)
+    flops = work.flops
     if flops is None and unpartitioned is not None:
         flops = model_flops(unpartitioned.module, axes)
     too_large = report.headroom is not None and report.headroom < 0
@@ -308,22 +314,13 @@ def predict_module(
         memory=report,
         options=tuple(options),
         step=program_step(target.chip, len(positions), replay, work.tokens, flops),
-        faults=_find_faults(unpartitioned, module, axes, replay, report),
+        faults=faults,
     )
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
     )
-    return PredictedProgram(replace(prediction, hints=program_hints(prediction)), replay)
-
-
-def _find_faults(
-    unpartitioned: UnpartitionedProgram | None,
-    module: Module,
-    axes: Mapping[str, int],
-    replay: Replay,
-    memory: MemoryReport,
-) -> tuple[Fault, ...]:
-    return () if unpartitioned is None else find_faults(PartitionedProgram(unpartitioned, module, axes, replay, memory))
+    padding = None if partitioned is None else find_padding(partitioned)
+    return PredictedProgram(replace(prediction, hints=program_hints(prediction, padding)), replay)
 
 
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
