@@ -227,7 +227,7 @@ def test_refusals_are_grouped_and_counted():
     line = describe_counts(enumerated, enumerated.legal[:3])
     counts = [int(n) for n in re.findall(r"\d+", line.partition("\n")[0])]
     assert counts == [len(enumerated.cells), len(enumerated.legal), len(enumerated.refused), 3, 3]
-    assert "heads over x\n" in line
+    assert "heads not divisible by its mesh axes (x)" in line
 
 
 # The sweeper

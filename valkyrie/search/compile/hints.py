@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step for which most hints are given. Memory-bound operations need twice this share."""
-MIN_PADDING_SHARE = 0.05
+MIN_PADDING_HINT_SHARE = 0.05
 """The hint on the largest part of a step mentions padding that takes at least this share of the step."""
 LOW_PRODUCT_RATE = 0.6
 """Matrix products below this share of peak FLOP/s get a hint. The compiler estimates 0.85 for large products."""
@@ -159,10 +159,11 @@ def _largest_part_hint(facts: _Facts) -> Hint:
     rate = f" at {percent_text(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent_text(share)} of the step{rate}"
-    if (padding := facts.padding) is not None and padding.seconds >= MIN_PADDING_SHARE * facts.step.step_s:
+    if (padding := facts.padding) is not None and padding.seconds >= MIN_PADDING_HINT_SHARE * facts.step.step_s:
         text += (
-            f"; padding dimensions of {padding.sizes} to {LANES} in {padding.lines} takes "
-            f"{percent_text(padding.seconds / facts.step.step_s)} of the step"
+            f"; products with dimensions of {padding.sizes}, which the matrix unit pads to {LANES}, take "
+            f"{percent_text(padding.product_seconds / facts.step.step_s)} of it in {padding.lines} (the padding "
+            f"{percent_text(padding.seconds / facts.step.step_s)})"
         )
     other_parts = [part for part in facts.prediction.parts if part.kind not in _PRODUCTS]
     if other_parts:

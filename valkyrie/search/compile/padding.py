@@ -22,12 +22,14 @@ class Padding:
 
     Args:
         seconds: Seconds of a step that the padding takes.
+        product_seconds: Seconds of the products, with the padding.
         lines: Text with the source lines of the products, the slowest first.
         sizes: Text with the largest padded sizes, such as `64` or `32 and 64`.
         source: The source line with the most padding.
     """
 
     seconds: float
+    product_seconds: float
     lines: str
     sizes: str
     source: str
@@ -48,10 +50,11 @@ def find_padding(program: PartitionedProgram) -> Padding | None:
         useful_flops[key] += int(product.flops)
         padded_flops[key] += int(product.flops * math.prod(LANES / size for size in sizes))
         narrow_sizes[key[1]].update({size: int(product.flops) for size in sizes})
-    waste: dict[str, float] = defaultdict(float)
+    waste, product_seconds = defaultdict[str, float](float), defaultdict[str, float](float)
     for cost in program.replay.costs if program.replay else ():
         key = cost.op_name, cost.source
-        if cost.kind is PartKind.matmul and padded_flops[key]:
+        if cost.kind is PartKind.matmul and padded_flops[key] > useful_flops[key]:
+            product_seconds[cost.source] += cost.seconds
             waste[cost.source] += cost.seconds * (1 - useful_flops[key] / padded_flops[key])
     waste = {line: seconds for line, seconds in waste.items() if seconds > 0.01 * program.step_s}
     if not waste:
@@ -59,6 +62,7 @@ def find_padding(program: PartitionedProgram) -> Padding | None:
     sizes = sorted({counts.most_common(1)[0][0] for line, counts in narrow_sizes.items() if line in waste and counts})
     return Padding(
         sum(waste.values()),
+        sum(product_seconds[line] for line in waste),
         list_lines(program, waste),
         " and ".join(str(size) for size in sizes[-2:]),
         max(waste, key=lambda line: waste[line]),
