@@ -261,6 +261,12 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     figures = page_data(text)["overall_figures"]
     assert [v["batch"] for v in figures["batch_rates"]["data"]["values"]] == [8, 16], "the largest does not fit"
     assert [v["memory"] for v in figures["batch_memory"]["data"]["values"]] == [1.0, 2.0]
+    compiled = replace(rows[0], stage=Stage.compile, batches=[replace(tried[0], stage=Stage.compile), *tried[1:]])
+    write_record(tmp_path / ANSWER_FILE, replace(answer, best=[compiled]))
+    figures = page_data(write_report(tmp_path).read_text())["overall_figures"]
+    sources = {name: [v["source"] for v in figures[name]["data"]["values"]] for name in ("batch_rates", "batch_memory")}
+    assert sources["batch_rates"] == ["compiled", "corrected estimate"], "the speed is scaled like that of #1"
+    assert sources["batch_memory"] == ["compiled", "estimated"]
     assert f"<code>{command}</code>" in text
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.report import specs
 from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
@@ -221,7 +221,7 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
     best, shown = answer.best[0], [tried for tried in answer.best[0].batches if tried.fits]
     if len(shown) < 2:
         return []
-    values: list[dict[str, object]] = [
+    values: list[dict[str, Any]] = [
         {
             "batch": tried.batch,
             "rate": tried.tokens_per_second_per_chip,
@@ -231,6 +231,9 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
         }
         for tried in shown
     ]
+    rates = values
+    if best.stage.adjective != "estimated":
+        rates = [v | {"source": v["source"].replace("estimated", "corrected estimate")} for v in values]
     usable = None if best.usable is None else best.usable / 2**30
     scope = "The layout of #1 with other batches, up to the largest that fits by estimate. "
     rate_caption = (
@@ -238,9 +241,9 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
         "batch trains no faster."
     )
     memory_caption = f"{scope}Estimates are not corrected. The red line is the usable memory of a device."
-    rate, memory = specs.batches(values, "rate", "tokens/s/chip"), specs.batches(values, "memory", "GiB", usable)
+    rate, memory = specs.batches(rates, "rate", "tokens/s/chip"), specs.batches(values, "memory", "GiB", usable)
     return [
-        _figure("batch_rates", "Speed by batch", rate_caption, rate, values),
+        _figure("batch_rates", "Speed by batch", rate_caption, rate, rates),
         _figure("batch_memory", "Peak memory per device by batch", memory_caption, memory, values),
     ]
 

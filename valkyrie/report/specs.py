@@ -104,7 +104,12 @@ def _chart(height: int, *layers: Spec, title: str = "") -> Spec:
 _BAR_LABELS = _nominal("label", sort=None, title=None, axis={"ticks": False, "domain": False, "labelPadding": 6})
 _BAR: Spec = {"type": "bar", "height": 15}
 _FIT_SHAPES = _shape_encoding("status", {"fits": "circle", "does not fit": "cross"}, None)
-_SOURCE_SHAPES = {"estimated": "circle", "compiled": "square", "measured": "diamond"}
+_SOURCE_SHAPES = {
+    "estimated": "circle",
+    "corrected estimate": "circle",
+    "compiled": "square",
+    "measured": "diamond",
+}
 _KIND_SHAPES = _shape_encoding("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
 
 

@@ -77,9 +77,7 @@ def describe_batches(rows: Sequence[RankedLayout]) -> list[str]:
     Returns an empty list if the search does not vary the batch.
     """
     lines = [f"  #{place}  {_format_rates(row)}" for place, row in enumerate(rows, start=1) if row.batches]
-    head = (
-        "tokens/s/chip by batch, for batches that fit by estimate (without a source: estimated, scaled like the row):"
-    )
+    head = "tokens/s/chip by batch that fits by estimate. Those without a source are estimates, corrected like the row:"
     return [head, *lines] if lines else []
 
 
