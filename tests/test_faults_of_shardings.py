@@ -36,7 +36,7 @@ from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.fault_texts import MAX_LINES, constraint_remedy, describe_replication, join_lines
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
-from valkyrie.search.compile.padding import find_padding
+from valkyrie.search.compile.padding import _product_widths, find_padding
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.train.program import serialised_module
@@ -333,6 +333,24 @@ def test_narrow_products_are_found_by_their_time() -> None:
     (hint,) = program_hints(prediction, find_padding(faultless))
     assert hint.code is HintCode.largest_part and {"64", "128"} <= {*re.findall(r"\d+", hint.text)}
     assert "38%" in hint.text and "19%" in hint.text, "the products and their padding"
+
+
+@pytest.mark.parametrize(
+    ("equation", "first", "second", "widths"),
+    [
+        ("bqd,bkd->bqk", (8, 512, 64), (8, 256, 64), [64, 256]),
+        ("bkd,bqk->bdq", (8, 256, 64), (8, 512, 256), [256, 512, 64]),  # operands swapped: 64 rows
+        ("bqd,bkd->bqk", (8, 1, 64), (8, 256, 64), [64, 256]),  # decodes one token
+        ("qd,dk->qk", (64, 512), (512, 256), [512, 256]),  # not batched
+    ],
+)
+def test_widths_of_a_product_are_those_that_are_padded(
+    equation: str, first: tuple[int, ...], second: tuple[int, ...], widths: list[int]
+) -> None:
+    lowered = jax.jit(partial(jnp.einsum, equation)).lower(jnp.zeros(first), jnp.zeros(second))
+    module = UnpartitionedProgram.from_lowered(lowered).module
+    (product,) = [i for c in module.computations for i in c.instructions if i.opcode == "dot"]
+    assert sorted(_product_widths(product)) == sorted(widths)
 
 
 def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:

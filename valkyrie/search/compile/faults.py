@@ -41,7 +41,7 @@ MIN_STATE_SHARE = 0.15
 A high share, because plain data parallelism replicates all state.
 """
 MIN_PADDING_SHARE = 0.2
-"""Padding is reported if products spend at least this share of the step on it, which is half of the time of products
+"""Padding is reported if products spend at least this share of the step on it: half of the time of products
 with one dimension of 64.
 
 More than `MIN_SHARE`, because every model has a few narrow products.

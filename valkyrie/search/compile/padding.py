@@ -15,6 +15,9 @@ from valkyrie.search.compile.partitioned import PartitionedProgram
 LANES = 128
 """Lanes of a TPU's vector registers. Smaller dimensions are padded to them. v6e's matrix unit is twice as wide."""
 
+MIN_ROWS = 32
+"""Batched products with fewer rows have one row for each token of a decoding step, so they are bound by memory."""
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -38,8 +41,8 @@ class Padding:
 def find_padding(program: PartitionedProgram) -> Padding | None:
     """Return the padding of a program's narrow products, or None if there is none.
 
-    A product is narrow if its contracted dimension or its number of output features is at most half of `LANES`. Lines
-    with less than 1% of the step are left out.
+    A product is narrow if one of its `_product_widths` is at most half of `LANES`. Lines with less than 1% of the step
+    are left out.
     """
     useful_flops: Counter[tuple[str, str]] = Counter()
     padded_flops: Counter[tuple[str, str]] = Counter()
@@ -70,17 +73,27 @@ def find_padding(program: PartitionedProgram) -> Padding | None:
 
 
 def _product_widths(instruction: Instruction) -> list[int]:
-    """Return the contracted size and the number of output features of a product, the sizes that are padded."""
-    message = instruction.message
+    """Return the contracted size and the number of output features of a product, the sizes that are padded.
+
+    If both are wide, also returns the number of rows of a batched product, because XLA may have swapped its operands,
+    unless there are fewer than `MIN_ROWS`.
+    """
+    message, result = instruction.message, instruction.shape.element_count
+    left, right = (operand.shape.dims for operand in instruction.operands[:2])
     if instruction.opcode == "convolution":
-        numbers, kernel = message.convolution, instruction.operands[1].shape.dims
-        window = math.prod(kernel[d] for d in numbers.kernel_spatial) if len(numbers.kernel_spatial) else 1
-        contracted = kernel[numbers.kernel_input_feature] * (window if not _is_batched(instruction) else 1)
-        return [size for size in (contracted, kernel[numbers.kernel_output_feature]) if size > 0]
-    contracted = math.prod(instruction.operands[0].shape.dims[d] for d in message.dot.lhs_contracting)
-    used = {*message.dot.rhs_batch, *message.dot.rhs_contracting}
-    features = math.prod(size for d, size in enumerate(instruction.operands[1].shape.dims) if d not in used)
-    return [contracted, features]
+        numbers, is_batched = message.convolution, _is_batched(instruction)
+        window = math.prod(right[d] for d in numbers.kernel_spatial)
+        contracted = right[numbers.kernel_input_feature] * (window if not is_batched else 1)
+        features, batch = right[numbers.kernel_output_feature], window
+    else:
+        contracted = math.prod(left[d] for d in message.dot.lhs_contracting)
+        used = {*message.dot.rhs_batch, *message.dot.rhs_contracting}
+        features = math.prod(size for d, size in enumerate(right) if d not in used)
+        batch, is_batched = math.prod(left[d] for d in message.dot.lhs_batch), bool(len(message.dot.lhs_batch))
+    widths = [size for size in (contracted, features) if size > 0]
+    if is_batched and min(widths, default=0) > LANES // 2 and (rows := result // (features * batch)) >= MIN_ROWS:
+        widths.append(rows)
+    return widths
 
 
 def _is_batched(instruction: Instruction) -> bool:
