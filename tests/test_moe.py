@@ -7,14 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_config, small_run
+from helpers import (
+    assert_same_steps,
+    compose_config,
+    initial_state,
+    mark_slow_except,
+    reference_steps,
+    run_two_steps,
+    small_overrides,
+    small_run,
+)
 from valkyrie.axes import UNSHARDED
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
-from valkyrie.models.moe import MoE, RouterScores
+from valkyrie.models.moe import Dispatch, MoE, RouterScores
 from valkyrie.ops.linear import FLOAT32
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
@@ -66,7 +75,8 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
         {},
         {"normalize": True, "top_k": 3},
         {"router": RouterScores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
-        {"capacity_factor": 0.5},
+        {"capacity_factor": 0.5, "dispatch": Dispatch.dense},
+        {"dispatch": Dispatch.dense},
     ],
 )
 def test_a_mixture_equals_a_calculation_token_by_token(settings):
@@ -74,10 +84,33 @@ def test_a_mixture_equals_a_calculation_token_by_token(settings):
     y, values = jax.jit(apply)(module, x)
     np.testing.assert_allclose(y, apply_by_hand(block, module, x), rtol=1e-4, atol=1e-6)
     assert set(values) == set(block.auxiliary) and {v.shape for v in values.values()} == {(BATCH,)}
-    if block.capacity_factor is None:
+    if settings.get("capacity_factor") is None:
         np.testing.assert_allclose(values["dropped"], 0, atol=1e-7)
     else:
         assert np.all(values["dropped"] >= 1 - block.capacity_factor - 1e-6)
+
+
+@pytest.mark.parametrize("kind", [Nonlinearity.swiglu, Nonlinearity.relu2])
+def test_dispatch_forms_have_the_same_values_and_gradients(kind):
+    def loss(module, x):
+        y, values = apply(module, x)
+        return jnp.sum(jnp.sin(y) * jnp.arange(EMBED)) + sum(value.sum() for value in values.values())
+
+    results = []
+    for dispatch in Dispatch:
+        _, module, x = build(kind=kind, dispatch=dispatch)
+        value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(module, x)
+        results.append((value, *jax.tree.leaves(gradients)))
+    for arrays in zip(*results, strict=True):
+        for array in arrays[1:]:
+            np.testing.assert_allclose(array, arrays[0], rtol=2e-5, atol=2e-5 * np.abs(arrays[0]).max())
+    assert len(results[0]) == 2 + len(MoE(kind=kind).matrix_names) + 1
+
+
+def test_a_sorted_dispatch_has_no_scatter():
+    _, module, x = build(dispatch=Dispatch.sorted)
+    gradient = jax.jit(jax.grad(lambda module, x: apply(module, x)[0].sum(), argnums=(0, 1)))
+    assert "scatter" not in gradient.lower(module, x).as_text()
 
 
 def test_shared_experts_are_added_for_every_token():
@@ -138,6 +171,43 @@ def test_memory_and_gathers_of_experts_are_counted_once_per_device():
         assert candidates.shard_elements(weights, "used") == weights.size / used
         split_axes = {m for entry in layout.gathered_axes(weights.axes) for m in entry}
         assert set(candidates.gathered_mesh_axes(weights)) == split_axes
+
+
+EXPERTS_AND_MLP = ("partition.parameters.mlp=[y]", "partition.activations.mlp=[y]")
+EXPERTS_AND_MLP += ("partition.parameters.embed=[x,z]", "partition.activations.batch=[x,z]")
+EXPERTS_OF_STAGES = ("partition.parameters.experts=[x]", "partition.activations.experts=[x]")
+LAYOUTS = [(dispatch, f"partition={name}") for dispatch in ("dense", "sorted") for name in ("fsdp_ep", "fsdp_tp", "sp")]
+LAYOUTS += [
+    ("sorted", "mesh=2x2x1", "partition=fsdp", "microbatches=2", "partition.sum_gradients_per=step"),
+    ("sorted", "partition=fsdp", "partition.gradient_sum=all_to_all"),
+    ("dense", "partition=sp", "partition.gradient_sum=all_to_all"),
+    ("dense", "partition=fsdp", "partition.gradient_sum=all_to_all"),
+    ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full"),
+    ("sorted", "partition=fsdp_ep", "partition.parameters.experts=[y,z]", "partition.activations.experts=[y,z]"),
+    ("dense", "partition=fsdp_ep", *EXPERTS_AND_MLP),
+    ("sorted", "partition=fsdp_ep", *EXPERTS_AND_MLP),
+    ("sorted", "partition=fsdp_ep", "partition.activations.batch=[x,y]"),
+    ("dense", "partition=pp_fsdp", "microbatches=2", *EXPERTS_OF_STAGES),
+    ("sorted", "partition=pp_fsdp", "microbatches=2", *EXPERTS_OF_STAGES),
+    ("sorted", "mesh=2x1x2", "partition=pp_fsdp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+]
+QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[3]]
+
+
+@pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))
+def test_every_dispatch_takes_the_same_steps_under_every_layout(layout):
+    dispatch, *overrides = layout
+    settings = (f"model.moe.dispatch={dispatch}", "model.moe.capacity_factor=1")
+    steps = run_two_steps(
+        small_run("moe_tiny", *settings, "mesh=2x2x2", *overrides),
+        initial_state((*small_overrides("moe_tiny"), *settings)),
+    )
+    expected = reference_steps("moe_tiny", *settings)
+    assert_same_steps(steps, expected)
+    for metrics, expected_metrics in zip(steps.metrics, expected.metrics, strict=True):
+        for name in ("balance", "z", "max_load", "dropped", "entropy"):
+            np.testing.assert_allclose(metrics[f"moe/{name}"], expected_metrics[f"moe/{name}"], rtol=2e-5, atol=1e-7)
+    assert (steps.metrics[0]["moe/dropped"] > 0.05) == (dispatch == "dense")
 
 
 def test_flops_count_active_experts_and_memory_counts_all():

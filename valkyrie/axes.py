@@ -14,13 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import jax
 
-BATCH, SEQ, LAYERS = "batch", "seq", "layers"
+BATCH, SEQ, LAYERS, EXPERTS = "batch", "seq", "layers", "experts"
 SHARED_AXES: dict[str, str] = {
     BATCH: "sequences of the global batch",
     SEQ: "positions in a sequence",
     LAYERS: "repetitions of a block, stacked for a scan",
 }
 """Logical axes that all models have, with descriptions. Blocks and models declare the others."""
+
+
+class InUse(str):
+    """A logical axis of an activation that is split like that axis of an expert's parameter in use.
+
+    See `Layout.used_axes`. An expert's parameter also has the axes in `Arrays.dispatched_axes`.
+    """
+
 
 Axis = str | tuple[str, ...] | None
 """The logical axis of one dimension, a tuple if it combines several, or None if the dimension is never sharded."""
@@ -196,16 +204,19 @@ class Shard(Protocol):
         *axes: str | None,
         reduction_dtype: str,
         full_gradient: bool = False,
+        row_axes: tuple[str, str] = (BATCH, SEQ),
     ) -> jax.Array:
         """Return the gradient of a parameter, summed over devices and sharded for storage.
 
         Args:
             f: computes the gradient from `operands`.
-            operands: arrays with leading dimensions (batch, seq).
+            operands: arrays with the leading dimensions `row_axes`.
             axes: logical axes of the parameter.
             reduction_dtype: dtype of the partial sums that devices exchange.
             full_gradient: whether each device computes a full-size gradient of its part of the batch before the sum. If
                 False, the compiler may all-gather the operands instead, and compute only each device's shard.
+            row_axes: logical axes of the leading dimensions of the operands. Not (batch, seq) for tokens that were sent
+                to experts.
         """
         ...
 
@@ -277,6 +288,7 @@ class Unsharded:
         *axes: str | None,
         reduction_dtype: str,
         full_gradient: bool = False,
+        row_axes: tuple[str, str] = (BATCH, SEQ),
     ) -> jax.Array:
         """Return `f(*operands)`."""
         return f(*operands)

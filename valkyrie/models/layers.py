@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import Parameter, Shard
+from valkyrie.axes import BATCH, SEQ, Parameter, Shard
 from valkyrie.ops.linear import Numerics, linear
 
 Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -85,16 +86,19 @@ def project(
     shard: Shard,
     numerics: Numerics,
     name: str | None = None,
+    row_axes: tuple[str, str] = (BATCH, SEQ),
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter, in the compute dtype (`valkyrie.ops.linear.linear`).
 
-    `remat` and reports refer to the result by `name`, if given.
+    `remat` and reports refer to the result by `name`, if given. `row_axes` are the logical axes of the first two
+    dimensions of `x`.
     """
-    axes = weights.get_metadata()["logical_axes"]
+    axes, settings = weights.get_metadata()["logical_axes"], {"shard": shard, "numerics": numerics}
+    product = partial(linear, equation, x, weights[...], axes=axes, row_axes=row_axes, **settings)
     if name is None:
-        return linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics)
+        return product()
     with jax.named_scope(name):
-        return checkpoint_name(linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics), name)
+        return checkpoint_name(product(), name)
 
 
 def add_bias(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array, "..."]:

@@ -24,9 +24,14 @@ class Dispatch(Enum):
 
     `dense`: Products with one-hot masks copy the tokens of a sequence into a buffer of equal capacity per expert
     (GShard, arXiv 2006.16668). Tokens beyond the capacity skip the experts.
+
+    `sorted`: Devices sort their tokens by expert, and multiply each group by the matrices of its expert (MegaBlocks,
+    arXiv 2211.15841). No token skips an expert. If experts and tokens are split over the same mesh axis, devices gather
+    the tokens of all devices along it and apply their own experts, and the results are reduce-scattered.
     """
 
     dense = "dense"
+    sorted = "sorted"
 
 
 @dataclass
@@ -60,7 +65,7 @@ class MoE(Block):
     kind: Nonlinearity = Nonlinearity.swiglu
     router: RouterScores = RouterScores.softmax
     normalize: bool = False
-    dispatch: Dispatch = Dispatch.dense
+    dispatch: Dispatch = Dispatch.sorted
     capacity_factor: float | None = 1.25
     balance_weight: float = 0.01
     z_weight: float = 0.001
@@ -139,8 +144,11 @@ class MoE(Block):
         The masks of `dispatch=dense` are not included.
         """
         # TODO: the masks have experts * capacity elements per token, which depends on the sequence length.
-        factor = self.experts / self.top_k if self.capacity_factor is None else self.capacity_factor
-        rows = self.top_k * min(factor, self.experts / self.top_k)
+        # TODO: under `sorted`, n devices that split the experts have n times as many rows each, most of them unused.
+        rows: float = self.top_k
+        if self.dispatch is Dispatch.dense:
+            factor = math.inf if self.capacity_factor is None else self.capacity_factor
+            rows = min(self.experts, self.top_k * factor)
         products = ("up", "gate") if self.kind.is_gated else ("up",)
         activations = [saved("mlp", name=name, count=rows, product=True) for name in products]
         activations += [

@@ -7,14 +7,25 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from valkyrie.axes import Shard
+from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward_layer import NONLINEARITIES
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
-from valkyrie.models.moe import MoE, RouterScores
-from valkyrie.ops.experts import Routing, combine_dense, dispatch_dense, dispatch_mask, route
+from valkyrie.models.moe import Dispatch, MoE, RouterScores
+from valkyrie.ops.experts import (
+    Routing,
+    combine_dense,
+    combine_sorted,
+    dispatch_dense,
+    dispatch_mask,
+    dispatch_sorted,
+    grouped_linear,
+    route,
+    sort_assignments,
+)
 from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
 
 
@@ -51,6 +62,8 @@ class MoELayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         """Return the weighted sum of the outputs of each token's experts, and the share of dropped assignments."""
+        if self.block.dispatch is Dispatch.sorted:
+            return self._apply_sorted(x, routing, shard), jnp.zeros(x.shape[0])
         mask = dispatch_mask(routing.one_hot, self.block.capacity(x.shape[1]))
         # The first constraint keeps the tokens on their devices, the second one is an all-to-all. With only the second,
         # XLA may gather the tokens of all devices instead.
@@ -65,17 +78,39 @@ class MoELayer(nnx.Module):
         kept = jnp.sum(mask, axis=(1, 2, 3, 4), dtype=jnp.float32)
         return y, 1 - kept / (x.shape[1] * self.block.top_k)
 
+    def _apply_sorted(
+        self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        embed, top_k = InUse("embed"), self.block.top_k
+        rows = sort_assignments(routing.experts, self.block.experts, shard)
+        inputs = dispatch_sorted(x.astype(self.numerics.compute), rows, top_k, embed, shard)
+
+        def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:
+            w, is_down = getattr(self, name), name == "down"
+            axes, settings = w.get_metadata()["logical_axes"], {"shard": shard, "numerics": self.numerics}
+            with jax.named_scope(name):
+                product = grouped_linear(x, w[...], rows.group_sizes, axes=axes, output_first=is_down, **settings)
+                return checkpoint_name(product, name)
+
+        hidden = self._activate(*(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
+        return combine_sorted(multiply(hidden, "down"), rows, routing.weights, embed, shard)
+
     def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
         """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""
+        names = self.block.matrix_names[:-1]
+        return self._activate(*(self._project(equation, x, prefix + name, shard) for name in names))
+
+    def _activate(self, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
         nonlinearity = NONLINEARITIES[self.block.kind]
-        up = self._project(equation, x, f"{prefix}up", shard)
-        if not self.block.kind.is_gated:
+        if gate is None:
             return nonlinearity(up)
-        up, gate = compute_cotangents_once(up, self._project(equation, x, f"{prefix}gate", shard))
+        up, gate = compute_cotangents_once(up, gate)
         return nonlinearity(gate) * up
 
     def _project(self, equation: str, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
-        return project(equation, x, getattr(self, name), shard=shard, numerics=self.numerics, name=name)
+        rows = (BATCH, SEQ) if name.startswith("shared_") else (EXPERTS, BATCH)
+        weights = getattr(self, name)
+        return project(equation, x, weights, shard=shard, numerics=self.numerics, name=name, row_axes=rows)
 
     def _auxiliary(
         self, logits: Float[Array, "batch seq experts"], routing: Routing, dropped: Float[Array, " batch"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
+from valkyrie.ops.linear import Numerics
 
 
 class Routing(NamedTuple):
@@ -76,3 +81,254 @@ def combine_dense(
     """
     weights = jnp.sum(jnp.where(mask, routing.weights[..., None, None], 0), axis=2)
     return jnp.einsum("bsnc,nbce->bse", weights.astype(outputs.dtype), outputs)
+
+
+class SortedRows(NamedTuple):
+    """Assignments of the tokens on a device to experts, sorted by expert.
+
+    With expert parallelism, these are the assignments of all tokens in the device's group to its own experts, followed
+    by those to the experts of other devices, which no group contains. Arrays are concatenated over devices (`ROWS`).
+
+    Args:
+        order: For each row, the index of its assignment, numbered by token and then by choice.
+        inverse: For each assignment, its row.
+        is_local: Whether an assignment is to one of the device's experts.
+        group_sizes: Number of rows of each of the device's experts, which are the first rows.
+    """
+
+    order: Int[Array, " rows"]
+    inverse: Int[Array, " rows"]
+    is_local: Bool[Array, " rows"]
+    group_sizes: Int[Array, "shards local_experts"]
+
+
+ROWS = (BATCH, SEQ, InUse(EXPERTS))
+"""Logical axes of a dimension with rows of `SortedRows`, concatenated over devices."""
+
+
+def sort_assignments(experts: Int[Array, "batch seq top_k"], count: int, shard: Shard) -> SortedRows:
+    """Sort the assignments of tokens to `count` experts by expert, on each device."""
+    gathered_axes, expert_axes = _token_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
+    local_count = count // shard.shard_count(InUse(EXPERTS))
+
+    def sort(experts: Array) -> list[Array]:
+        assigned = _gather(experts.reshape(-1), gathered_axes)
+        if expert_axes:
+            assigned = assigned - local_count * jax.lax.axis_index(expert_axes)
+        is_local = (assigned >= 0) & (assigned < local_count)
+        assigned = jnp.where(is_local, assigned, local_count)
+        order = jnp.argsort(assigned, stable=True)
+        group_sizes = jnp.sum(assigned[:, None] == jnp.arange(local_count), axis=0, dtype=jnp.int32)
+        return [order, jnp.argsort(order), is_local, group_sizes[None]]
+
+    out_axes = [(ROWS,), (ROWS,), (ROWS,), (ROWS, None)]
+    return SortedRows(*shard.map(sort, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts))
+
+
+def dispatch_sorted(
+    x: Float[Array, "batch seq embed"], rows: SortedRows, top_k: int, axis: InUse, shard: Shard
+) -> Float[Array, "rows embed"]:
+    """Return the token of each row. `axis` is the logical axis of its channels.
+
+    With expert parallelism, devices first gather the tokens of their group.
+    """
+    gathered_axes, other_axes = _token_axes(shard), _other_expert_axes(shard)
+
+    def take(x: Array, order: Array, inverse: Array, is_local: Array) -> Array:
+        tokens = _gather(x.reshape(-1, x.shape[-1]), gathered_axes)
+        if other_axes:
+            tokens = jax.lax.pcast(tokens, other_axes, to="varying")
+        return _take_tokens(tokens, order, inverse, is_local, top_k)
+
+    in_axes = ((BATCH, SEQ, axis), (ROWS,), (ROWS,), (ROWS,))
+    return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, rows.order, rows.inverse, rows.is_local)
+
+
+def combine_sorted(
+    outputs: Float[Array, "rows embed"],
+    rows: SortedRows,
+    weights: Float[Array, "batch seq top_k"],
+    axis: InUse,
+    shard: Shard,
+) -> Float[Array, "batch seq embed"]:
+    """Return the weighted sum of the outputs of each token's experts, in the dtype of `outputs`.
+
+    `axis` is the logical axis of their channels. With expert parallelism, devices add the sums of their group.
+    """
+    gathered_axes, other_axes = _token_axes(shard), _other_expert_axes(shard)
+
+    def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, weights: Array) -> Array:
+        batch, seq, top_k = weights.shape
+        gathered_weights = _gather(weights.reshape(-1, top_k), gathered_axes)
+        assignments = _permute(outputs, inverse, order)
+        assignments = jnp.where(is_local[:, None], assignments, 0).reshape(*gathered_weights.shape, -1)
+        y = jnp.einsum("tke,tk->te", assignments, gathered_weights, preferred_element_type=jnp.float32)
+        if other_axes:
+            y = jax.lax.psum(y, other_axes)
+        y = y.astype(outputs.dtype)
+        if gathered_axes:
+            y = jax.lax.psum_scatter(y, gathered_axes, scatter_dimension=0, tiled=True)
+        return y.reshape(batch, seq, -1)
+
+    in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS,), (BATCH, SEQ, None))
+    combined = shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)
+    return combined(outputs, rows.order, rows.inverse, rows.is_local, weights)
+
+
+def grouped_linear(
+    x: Float[Array, "rows inputs"],
+    w: Float[Array, "experts first second"],
+    group_sizes: Int[Array, "shards local_experts"],
+    *,
+    axes: tuple[str, str, str],
+    output_first: bool,
+    shard: Shard,
+    numerics: Numerics,
+) -> Float[Array, "rows outputs"]:
+    """Multiply each group of rows by the matrix of its expert, in the compute dtype (`jax.lax.ragged_dot`).
+
+    Like `linear`, gathers the parameter right before its use, forward and again backward, and computes its gradient in
+    the reduction dtype. Rows of no group are undefined.
+
+    Args:
+        x: Rows sorted by expert, concatenated over devices (`ROWS`).
+        w: The parameter, with logical axes `axes`.
+        group_sizes: Number of rows of each expert on each device.
+        axes: Logical axes of the parameter.
+        output_first: Whether matrices have shape (outputs, inputs) instead of (inputs, outputs).
+        shard: Places arrays on the mesh.
+        numerics: Dtypes. Quantised products (`numerics.product`) are not supported and computed in the compute dtype.
+    """
+    experts, *matrix_axes = (InUse(axis) for axis in axes)
+    inputs, outputs = reversed(matrix_axes) if output_first else matrix_axes
+
+    def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
+        summed_axes = shard.activation_mesh_axes(x_axis)
+
+        def local(x: Array, w: Array, sizes: Array) -> Array:
+            y = _multiply_groups(x, w.swapaxes(1, 2) if transpose else w, sizes[0])
+            return jax.lax.psum(y, summed_axes) if summed_axes else y
+
+        gathered = shard.gather_for_use(w.astype(numerics.compute), *axes)
+        in_axes = ((ROWS, x_axis), (experts, *matrix_axes), (ROWS, None))
+        return shard.map(local, in_axes, (ROWS, y_axis), check_vma=True)(x, gathered, sizes)
+
+    def partial_weight_gradient(x: Array, g: Array, sizes: Array) -> Array:
+        def local(x: Array, g: Array, sizes: Array) -> Array:
+            factors = (g, x) if output_first else (x, g)
+            return _multiply_rows_of_groups(numerics.reduction)(*factors, sizes[0])[None, None]
+
+        in_axes = ((ROWS, inputs), (ROWS, outputs), (ROWS, None))
+        return shard.map(local, in_axes, (BATCH, SEQ, experts, *matrix_axes), check_vma=True)(x, g, sizes)
+
+    @jax.custom_vjp
+    def product(x: Array, w: Array, sizes: Array) -> Array:
+        return multiply(x, w, sizes, inputs, outputs, output_first)
+
+    def forward(x: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        return multiply(x, w, sizes, inputs, outputs, output_first), (x, w, sizes)
+
+    def backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
+        x, w, sizes = residuals
+        dx = multiply(g, w, sizes, outputs, inputs, not output_first)
+        dw = shard.compute_gradient(
+            lambda parts: parts.sum((0, 1)),
+            (partial_weight_gradient(x, g, sizes),),
+            *axes,
+            reduction_dtype=numerics.reduction,
+        )
+        return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+    product.defvjp(forward, backward)
+    return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes), group_sizes)
+
+
+_ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+"""Dimension numbers of a product that sums over the rows of each group."""
+
+
+def _map_over_batch(f: Callable[..., Array]) -> Callable[..., Array]:
+    """Let `jax.vmap` call `f` once per element. Ragged products support only few kinds of `vmap` (JAX 0.10.2).
+
+    The gradients of `partition.sum_gradients_per=step` are computed in a `vmap` with one element per device.
+    """
+    mapped = jax.custom_batching.custom_vmap(f)
+
+    @mapped.def_vmap
+    def call_per_element(size: int, is_batched: list[bool], *arguments: Array) -> tuple[Array, bool]:
+        elements = [
+            f(*(x[i] if batched else x for x, batched in zip(arguments, is_batched, strict=True))) for i in range(size)
+        ]
+        return jnp.stack(elements), True
+
+    return mapped
+
+
+_multiply_groups = _map_over_batch(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes))
+"""Multiplies each group of rows by its matrix: (rows, a), (experts, a, b), (experts) -> (rows, b)."""
+
+
+@cache
+def _multiply_rows_of_groups(dtype: str) -> Callable[..., Array]:
+    """Return a function that sums over the rows of each group: (rows, a), (rows, b), (experts) -> (experts, a, b)."""
+
+    def multiply(x: Array, g: Array, sizes: Array) -> Array:
+        return jax.lax.ragged_dot_general(x, g, sizes, _ROWS_CONTRACTED, preferred_element_type=jnp.dtype(dtype))
+
+    return _map_over_batch(multiply)
+
+
+def _token_axes(shard: Shard) -> tuple[str, ...]:
+    """Return the mesh axes along which devices have different tokens and different experts."""
+    token_axes = {*shard.activation_mesh_axes(BATCH), *shard.activation_mesh_axes(SEQ)}
+    return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m in token_axes)
+
+
+def _other_expert_axes(shard: Shard) -> tuple[str, ...]:
+    """Return the mesh axes along which devices have the same tokens and different experts."""
+    token_axes = _token_axes(shard)
+    return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m not in token_axes)
+
+
+def _gather(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    return jax.lax.all_gather(x, mesh_axes, tiled=True) if mesh_axes else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _take_tokens(
+    tokens: Float[Array, "tokens embed"],
+    order: Int[Array, " rows"],
+    inverse: Int[Array, " rows"],
+    is_local: Bool[Array, " rows"],
+    top_k: int,
+) -> Float[Array, "rows embed"]:
+    """Return the token of each row. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
+    return tokens[order // top_k]
+
+
+def _take_tokens_forward(
+    tokens: Array, order: Array, inverse: Array, is_local: Array, top_k: int
+) -> tuple[Array, tuple[Array, Array]]:
+    return _take_tokens(tokens, order, inverse, is_local, top_k), (inverse, is_local)
+
+
+def _take_tokens_backward(top_k: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, None, None, None]:
+    inverse, is_local = residuals
+    assignments = jnp.where(is_local[:, None], g[inverse], 0).reshape(-1, top_k, g.shape[-1])
+    return jnp.sum(assignments, axis=1, dtype=jnp.float32).astype(g.dtype), None, None, None
+
+
+_take_tokens.defvjp(_take_tokens_forward, _take_tokens_backward)
+
+
+@jax.custom_vjp
+def _permute(
+    x: Float[Array, "rows embed"], order: Int[Array, " rows"], inverse: Int[Array, " rows"]
+) -> Float[Array, "rows embed"]:
+    """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
+    return x[order]
+
+
+_permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, g: (g[inverse], None, None))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import Axes, Shard
+from valkyrie.axes import BATCH, SEQ, Axes, Shard
 from valkyrie.ops.narrow import narrow_einsum
 from valkyrie.precision import ACCUMULATOR_DTYPE, DType, PolicyConfig
 
@@ -52,6 +52,7 @@ def linear(
     axes: Axes,
     shard: Shard,
     numerics: Numerics,
+    row_axes: tuple[str, str] = (BATCH, SEQ),
 ) -> Float[Array, "..."]:
     """Compute the einsum of an activation and a parameter, in the compute dtype.
 
@@ -61,7 +62,8 @@ def linear(
 
     With `numerics.product`, `narrow_einsum` computes the result and the gradient of `x`, but not the gradient of `w`.
 
-    Every index of `x` or `w` must appear in the other operand or in the result.
+    Every index of `x` or `w` must appear in the other operand or in the result. `row_axes` are the logical axes of the
+    first two dimensions of `x`.
     """
     operands, out = equation.split("->")
     x_indices, w_indices = operands.split(",")
@@ -88,7 +90,8 @@ def linear(
     def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = residuals
         dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
-        dw = shard.compute_gradient(weight_gradient, (x, g), *axes, reduction_dtype=numerics.reduction)
+        dtype = numerics.reduction
+        dw = shard.compute_gradient(weight_gradient, (x, g), *axes, reduction_dtype=dtype, row_axes=row_axes)
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis, InUse
 from valkyrie.checksums import digest
 from valkyrie.parallel.mesh import MeshConfig, resize_axis
 from valkyrie.parallel.partition import (
@@ -138,7 +138,7 @@ class Layout:
 
     def shard_count(self, logical: str) -> int:
         """Return the number of parts into which a logical axis of activations is split."""
-        return self.axes_size(find_rule(logical, self.activations))
+        return self.axes_size(self.activation_axes([logical])[0])
 
     def stored_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
@@ -159,8 +159,13 @@ class Layout:
     def activation_axes(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation. A dimension may have a tuple of logical axes."""
         dimensions = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
-        mesh_axes = [tuple(m for a in logical for m in find_rule(a, self.activations)) for logical in dimensions]
+        mesh_axes = [tuple(dict.fromkeys(m for a in logical for m in self._axis_rule(a))) for logical in dimensions]
         return reserve_dispatched(axes, mesh_axes, self.dispatched_axes)
+
+    def _axis_rule(self, logical: str) -> tuple[str, ...]:
+        if isinstance(logical, InUse):
+            return self.used_axes([*(self.dispatched_axes - {logical}), logical])[-1]
+        return find_rule(logical, self.activations)
 
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.

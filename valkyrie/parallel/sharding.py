@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from valkyrie.axes import BATCH, SEQ, Axis, CombinedAxes, LayerFunction, LossHead, apply_head, scan_layers
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.alternating import run_1f1b
-from valkyrie.parallel.layout import Layout, find_rule
+from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
 from valkyrie.parallel.pipeline import StageRegion, run_pipeline, save_without_copies
 from valkyrie.precision import ACCUMULATOR_DTYPE
@@ -97,6 +97,7 @@ class MeshShard:
         *axes: str | None,
         reduction_dtype: str,
         full_gradient: bool = False,
+        row_axes: tuple[str, str] = (BATCH, SEQ),
     ) -> jax.Array:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
@@ -107,16 +108,18 @@ class MeshShard:
 
         Args:
             f: Computes the gradient from the operands or, for an all-to-all, from a device's part of the operands.
-            operands: Arrays of shape (batch, seq, ...).
+            operands: Arrays of shape (*row_axes, ...).
             axes: Logical axes of the parameter.
             reduction_dtype: Dtype of the gradients that an all-to-all sends. Ignored for a reduce-scatter, which
                 sends the dtype that `f` returns.
             full_gradient: Whether each device computes a full-size gradient of its part of the batch before the sum. If
                 False, the compiler chooses when to sum. Ignored for an all-to-all.
+            row_axes: Logical axes of the leading dimensions of the operands. Only sums over (batch, seq) can be an
+                all-to-all.
         """
         data_axes = {*self.activation_mesh_axes(BATCH), *self.activation_mesh_axes(SEQ)}
         dim_axes = [tuple(m for m in entry if m in data_axes) for entry in self.layout.gathered_axes(axes)]
-        uses_all_to_all = self._uses_all_to_all and any(dim_axes)
+        uses_all_to_all = self._uses_all_to_all and any(dim_axes) and row_axes == (BATCH, SEQ)
         if not uses_all_to_all or any(
             self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry
         ):
@@ -149,7 +152,7 @@ class MeshShard:
 
     def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
-        return tuple(m for m in find_rule(axis, self.layout.activations) if self.layout.mesh.axes[m] > 1)
+        return tuple(m for m in self.layout.activation_axes([axis])[0] if self.layout.mesh.axes[m] > 1)
 
     def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""
