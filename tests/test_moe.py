@@ -27,6 +27,7 @@ from valkyrie.models.moe import Dispatch, MoE, RouterScores
 from valkyrie.ops.linear import FLOAT32
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
+from valkyrie.search.estimate.work import step_work
 
 EMBED, BATCH, SEQ = 8, 2, 12
 
@@ -208,6 +209,16 @@ def test_every_dispatch_takes_the_same_steps_under_every_layout(layout):
         for name in ("balance", "z", "max_load", "dropped", "entropy"):
             np.testing.assert_allclose(metrics[f"moe/{name}"], expected_metrics[f"moe/{name}"], rtol=2e-5, atol=1e-7)
     assert (steps.metrics[0]["moe/dropped"] > 0.05) == (dispatch == "dense")
+
+
+def test_estimates_include_the_time_to_send_tokens_to_experts():
+    arguments = ("mode=show", "model=moe_tiny", "target=v5e-8", "batch=256")
+    run = parse_run(arguments)
+    work = step_work(run)
+    (sent,) = [mixing for mixing in work.mixing if mixing.dispatched]
+    assert sent.dispatched_axes == ("experts",) and sent.dispatched[0].tensor.shape[2:] == (run.model.embed,)
+    products = {product.name: product.count for product in work.products}
+    assert products["up"] == products["down"] == run.model.layers * run.model.moe.top_k
 
 
 def test_flops_count_active_experts_and_memory_counts_all():

@@ -285,6 +285,13 @@ class Block(ABC):
         """
         return []
 
+    def dispatched_activations(self, context: BlockContext) -> list[SavedActivation]:
+        """Return the activations that it sends along the mesh axes of `dispatches`, and receives results for.
+
+        Devices along these axes gather them before the block, and reduce-scatter results of the same size after it.
+        """
+        return []
+
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that `saves` declares, with the lengths of their axes.
 

@@ -278,7 +278,17 @@ class StepEstimator:
 
     @cached_property
     def _mixing_collectives(self) -> list[np.ndarray]:
-        return [self._sequence_exchange(mixing) for mixing in self.work.mixing]
+        return [self._sequence_exchange(mixing) + self._dispatch_seconds(mixing) for mixing in self.work.mixing]
+
+    def _dispatch_seconds(self, mixing: Mixing) -> np.ndarray:
+        """Return the seconds to send tokens to the shards of dispatched axes and back, in one layer and one pass."""
+        layouts, seconds = self.layouts, np.zeros(len(self.layouts))
+        axes = tuple(dict.fromkeys(m for logical in mixing.dispatched_axes for m in layouts.stored_axes(logical)))
+        for activation in mixing.dispatched if axes else ():
+            bytes_ = self._bytes_per_token(activation) * self.local_tokens * layouts.axes_size(axes)
+            seconds += self.network.all_gather(layouts, axes, bytes_)
+            seconds += self.network.reduce_scatter(layouts, axes, bytes_)
+        return seconds
 
     def _matmul_collectives(self, product: Product, gathers_operand: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the seconds of the collectives of a matmul: forward, backward, and gathering its operand again.

@@ -78,6 +78,8 @@ class Mixing:
             that it reads, or None for all positions.
         exchanged_halves: Activations whose half-shards are exchanged if the sequence is split
             (`Block.exchanged_halves`).
+        dispatched_axes: Logical axes along which tokens are sent to parameters, such as experts (`Block.dispatches`).
+        dispatched: Activations that are sent along them (`Block.dispatched_activations`).
     """
 
     flops: float
@@ -89,6 +91,8 @@ class Mixing:
     shards_rows_over_embed: bool
     neighbours: tuple[tuple[SavedActivation, int | None], ...]
     exchanged_halves: tuple[SavedActivation, ...]
+    dispatched_axes: tuple[str, ...] = ()
+    dispatched: tuple[SavedActivation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,4 +244,6 @@ def _mixing(
         block.shards_rows_over_embed,
         neighbours,
         exchanged_halves,
+        block.dispatches,
+        tuple(block.dispatched_activations(context)),
     )
