@@ -26,6 +26,7 @@ from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.gpu import Gpu
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
@@ -395,6 +396,17 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
         shown.show_wait(layout, float(seconds), 0.0)
     lines = output.getvalue().splitlines()[start:]
     assert [int(line.partition(": ")[2].split(" s")[0]) for line in lines] == [30, 60, 90, 30]
+
+
+def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = {usable_hbm(known_chips()["v5e"])}
+    monkeypatch.setattr(
+        budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [60.0] if usable_bytes == usable else []
+    )
+    plan = budget.describe_plan(make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min"), CompiledLayouts())
+    usual_s = 4 * get_platform("tpu").usual_compile_s[1]
+    assert "v6e" in plan[0] and str(usual_s) in plan[0]
+    assert f"mode.budget={math.ceil((60 + usual_s) / 60)}min" in plan[1], "one compile on each chip"
 
 
 def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class ChipConfig:
         usable_hbm_gib: Part of `hbm_gib` that the compiler leaves to a program.
         hbm_gbs: Memory bandwidth in GB/s.
         clock_ghz: Clock of the matrix units.
+        compile_time_ratio: Time of a compile, relative to other chips of the platform.
         devices: JAX devices in a chip.
         ici_axes: Axes of the torus, or null without a torus.
         ici_link_gbs: One-way GB/s of a link. Each chip has two links on each torus axis.
@@ -97,6 +98,7 @@ class ChipConfig:
     usable_hbm_gib: float | None = None
     hbm_gbs: float | None = None
     clock_ghz: float | None = None
+    compile_time_ratio: float = 1.0
     devices: int = 1
     ici_axes: int | None = None
     ici_link_gbs: float | None = None
@@ -154,6 +156,7 @@ class ChipConfig:
             )
             problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
         positive = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
+        positive += ("compile_time_ratio",)
         positive += ("switch_gbs", "host_gbs")
         figures = {name: getattr(self, name) for name in positive}
         figures |= {f"replay.{name}": getattr(self.replay, name) for name in ("factor", "low", "high")}

@@ -11,7 +11,7 @@ import numpy as np
 
 from valkyrie.config.arguments import abbreviate_search
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import usable_hbm
+from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compile.cache import earlier_compile_seconds
@@ -25,30 +25,42 @@ from valkyrie.units import count_text, range_text
 
 @dataclass(frozen=True)
 class CompileDurations:
-    """Quartiles of the seconds that a compile takes, and the number of earlier compiles of models of this size.
+    """Quartiles of the seconds that a compile for a chip takes, and the number of earlier compiles of such models.
 
-    Without earlier compiles, the quartiles are those of the platform (`Platform.usual_compile_s`).
+    Without earlier compiles, the quartiles are those of the platform (`Platform.usual_compile_s`), multiplied by
+    `ChipConfig.compile_time_ratio`. `on_chip` is a text such as ` for v6e`, or empty if all slices have the same chip.
     """
 
     low_s: float
     high_s: float
     count: int
+    on_chip: str = ""
 
     def describe(self) -> str:
         """Return a sentence without its full stop, such as `30 earlier compiles ... took about 76 to 160 s`."""
         seconds = f"{range_text(self.low_s, self.high_s)} s"
         if self.count:
-            return f"{count_text(self.count, 'earlier compile')} of models of this size took about {seconds}"
-        return f"No model of this size was compiled here before. A compile often takes {seconds}"
+            text = f"{count_text(self.count, 'earlier compile')} of models of this size{self.on_chip}"
+            return f"{text} took about {seconds}"
+        return f"No model of this size was compiled here before{self.on_chip}. A compile often takes {seconds}"
 
 
 def compile_durations(request: SearchRequest) -> CompileDurations:
-    """Return how long a compile of a search probably takes, from the compile cache."""
-    usable_bytes = {usable_hbm(target.chip) for target in request.targets}
-    seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_bytes)
-    usual_s = get_platform(request.targets[0].platform).usual_compile_s
-    low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist() if seconds else usual_s
-    return CompileDurations(low_s, high_s, len(seconds))
+    """Return how long a compile of a search probably takes on the chip that takes longest, from the compile cache."""
+    durations = (_durations_on(request, target) for target in request.targets)
+    return max(durations, key=lambda each: each.high_s)
+
+
+def _durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurations:
+    chips = {each.chip.name if each.chip else "" for each in request.targets}
+    on_chip = f" for {target.chip.name}" if target.chip and len(chips) > 1 else ""
+    seconds = earlier_compile_seconds(request.run.model.parameter_count(), {usable_hbm(target.chip)})
+    if seconds:
+        low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist()
+    else:
+        ratio = target.chip.compile_time_ratio if target.chip else 1.0
+        low_s, high_s = (ratio * s for s in get_platform(target.platform).usual_compile_s)
+    return CompileDurations(low_s, high_s, len(seconds), on_chip)
 
 
 def describe_compile_time(request: SearchRequest, compiled_layouts: CompiledLayouts) -> str:
@@ -58,14 +70,12 @@ def describe_compile_time(request: SearchRequest, compiled_layouts: CompiledLayo
     return f"more than {stopped_s:.0f} s" if is_longer else f"about {range_text(durations.low_s, durations.high_s)} s"
 
 
-def sufficient_budget(
-    request: SearchRequest, compiled_layouts: CompiledLayouts, durations: CompileDurations, stopped_s: float = 0.0
-) -> str:
+def sufficient_budget(request: SearchRequest, compiled_layouts: CompiledLayouts, stopped_s: float = 0.0) -> str:
     """Return a `mode.budget` that probably suffices for a compile on each kind of chips without one.
 
     `stopped_s` are the seconds after which a compile was stopped without a result. The budget is at least twice that.
     """
-    minutes = max(_missing_compiles(request, compiled_layouts) * durations.high_s, 2 * stopped_s, 60.0) / 60
+    minutes = max(_missing_s(request, compiled_layouts), 2 * stopped_s, 60.0) / 60
     return f"{math.ceil(minutes)}min"
 
 
@@ -84,18 +94,18 @@ def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> 
     durations = compile_durations(request)
     if request.budget_s is None:
         return [f"{durations.describe()}."]
-    limit_s, missing = compiled_layouts.budget_factor * request.budget_s, _missing_compiles(request, compiled_layouts)
+    limit_s, missing = compiled_layouts.budget_factor * request.budget_s, len(_missing_kinds(request, compiled_layouts))
     fewest, most = (math.floor(request.budget_s / s) for s in (durations.high_s, durations.low_s))
     count = range_text(fewest, most) if most else "none"
     lines = [f"{durations.describe()}: {count} would fit in mode.budget={request.mode.budget}."]
     if limit_s < durations.high_s:
         compile_text = "next compile" if compiled_layouts.layouts else "first compile"
         problem = f"The {compile_text} may not end within {limit_s:.0f} s, and its result would then be lost"
-    elif missing > 1 and request.budget_s < missing * durations.high_s:
+    elif missing > 1 and request.budget_s < _missing_s(request, compiled_layouts):
         problem = f"The budget may end before each of the {missing} kinds of chips has a compile"
     else:
         return lines
-    budget = sufficient_budget(request, compiled_layouts, durations)
+    budget = sufficient_budget(request, compiled_layouts)
     remedy = f"mode.budget={budget} is probably enough. Finished compiles are kept."
     if missing > 1:
         remedy += f" For a smaller question, search one slice: target={request.targets[0].name}."
@@ -121,7 +131,7 @@ def describe_missing_compiles(
     if budget_s is None or not missing or is_measured or not is_cut_short:
         return ""
     stopped_s = 0.0 if compiled else min(compiled_layouts.stopped_s or math.inf, FIRST_RESULT_FACTOR * budget_s)
-    budget = sufficient_budget(request, compiled_layouts, compile_durations(request), stopped_s)
+    budget = sufficient_budget(request, compiled_layouts, stopped_s)
     text = f"No layout on {', '.join(missing)} was compiled, so its rows are estimates: {reason}"
     if not compiled:
         text = f"Every number is an estimate, because no layout was compiled: {reason}"
@@ -131,10 +141,17 @@ def describe_missing_compiles(
     )
 
 
-def _missing_compiles(request: SearchRequest, compiled_layouts: CompiledLayouts) -> int:
-    """Return the number of kinds of chips without a compile, but at least 1."""
+def _missing_kinds(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[str]:
+    """Return the names of slices with a kind of chips without a compile. If there are none, return the first slice."""
     compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
-    return max(len(_compiled_kinds(request).keys() - compiled), 1)
+    missing = [name for chips, name in _compiled_kinds(request).items() if chips not in compiled]
+    return missing or [request.targets[0].name]
+
+
+def _missing_s(request: SearchRequest, compiled_layouts: CompiledLayouts) -> float:
+    """Return how long a compile on each kind of chips without one probably takes, in total: sum of upper quartiles."""
+    names = _missing_kinds(request, compiled_layouts)
+    return sum(_durations_on(request, target).high_s for target in request.targets if target.name in names)
 
 
 def _compiled_kinds(request: SearchRequest) -> dict[str, str]:
