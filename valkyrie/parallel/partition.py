@@ -151,7 +151,12 @@ class PartitionConfig:
 
 
 def shipped_partitions(model_axes: Collection[str]) -> list[PartitionConfig]:
-    """Return the partitions in `conf/partition`, without those that shard a model like another one.
+    """Return the partitions in `conf/partition` that shard a model with these logical axes in different ways."""
+    return distinct_partitions(read_group("partition", PartitionConfig), model_axes)
+
+
+def distinct_partitions(partitions: Iterable[PartitionConfig], model_axes: Collection[str]) -> list[PartitionConfig]:
+    """Return partitions without those that shard a model like an earlier one.
 
     `model_axes` are the logical axes of the model. If partitions differ only in rules for other axes, such as `fsdp`
     and `fsdp_ep` for a model without experts, the first one is returned.
@@ -160,11 +165,11 @@ def shipped_partitions(model_axes: Collection[str]) -> list[PartitionConfig]:
     def drop_other_axes(rules: dict[str, list[str]]) -> dict[str, list[str]]:
         return {logical: axes for logical, axes in rules.items() if logical.removesuffix("?") in model_axes}
 
-    distinct_partitions: dict[str, PartitionConfig] = {}
-    for partition in read_group("partition", PartitionConfig):
+    distinct: dict[str, PartitionConfig] = {}
+    for partition in partitions:
         rules = {kind: drop_other_axes(getattr(partition, kind)) for kind in ("parameters", "activations")}
-        distinct_partitions.setdefault(repr(replace(partition, name="", **rules)), partition)
-    return [*distinct_partitions.values()]
+        distinct.setdefault(repr(replace(partition, name="", **rules)), partition)
+    return [*distinct.values()]
 
 
 def resolve_rules(

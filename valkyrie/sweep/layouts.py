@@ -17,6 +17,7 @@ from hydra_plugins.valkyrie_launcher import TrialLauncher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.compose import count_accelerators
+from valkyrie.parallel.partition import distinct_partitions
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.runs.folder import split_override
@@ -96,22 +97,26 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     """Return every cell of a space. Composes its runs, meshes, partitions and remat policies with `composer`.
 
     Meshes, partitions and remat policies are composed once for all variants that override their keys in the same way,
-    for example with `partition.zero1=true`.
+    for example with `partition.zero1=true`. Of partitions that shard the models alike, `all` means the first one.
     """
     variants_by_changes: dict[tuple[str, ...], list[RunVariant]] = defaultdict(list)
     for variant in compose_variants(space, composer):
         changes = tuple(o for o in variant.overrides if _changes_layouts(split_override(o)[0]))
         variants_by_changes[changes].append(variant)
-    names = (composer.group_options("partition") if n == ALL_CHOICES else [n] for n in space.config.partitions)
-    partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+    named = [name for name in space.config.partitions if name != ALL_CHOICES]
+    others = composer.group_options("partition") if ALL_CHOICES in space.config.partitions else []
     cells: list[Cell] = []
     skip_problems: list[Problem] = []
     for layout_changes, variants in variants_by_changes.items():
         fixed_overrides = [*space.fixed_overrides, *layout_changes]
+        axes = set(itertools.chain.from_iterable(variant.run.arrays.axes for variant in variants))
+        names = dict.fromkeys([*named, *others])
+        partitions = {name: composer.compose_choice("partition", name, fixed_overrides) for name in names}
+        distinct = {partition.name for partition in distinct_partitions(partitions.values(), axes)}
         variant_cells = enumerate_space(
             space.config,
             variants,
-            {name: composer.compose_choice("partition", name, fixed_overrides) for name in partitions},
+            {name: each for name, each in partitions.items() if name in named or each.name in distinct},
             {name: composer.compose_choice("remat", name, fixed_overrides) for name in space.config.remat or []},
             resolve_mesh=partial(composer.compose_choice, "mesh", fixed_overrides=fixed_overrides),
             has_accelerators=count_accelerators() > 0,
