@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import pytest
@@ -37,6 +38,7 @@ from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
 from valkyrie.search import NO_STEP_TIME, budget, compiling, mode, progress, tuning
 from valkyrie.search.answer import (
+    compile_command,
     describe_peak,
     describe_work,
     make_answer_row,
@@ -115,6 +117,11 @@ def search(
 def make_shortlist(request: SearchRequest) -> Shortlist:
     """Return the layouts that a search may compile, with the shortest estimate first."""
     return build_shortlist(rank(request.run, request.space()))
+
+
+def with_compile_commands(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[RankedLayout]:
+    """Return rows with the commands that compile them."""
+    return [replace(row, compile=compile_command(request, row)) for row in rows]
 
 
 class ScaledCompiler:
@@ -407,6 +414,11 @@ def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkey
     usual_s = 4 * get_platform("tpu").usual_compile_s[1]
     assert "v6e" in plan[0] and str(usual_s) in plan[0]
     assert f"mode.budget={math.ceil((60 + usual_s) / 60)}min" in plan[1], "one compile on each chip"
+    request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min")
+    compiled = CompiledLayouts()
+    compiled.layouts = [SimpleNamespace(target=request.targets[1], step_s=1.0)]  # pyright: ignore[reportAttributeAccessIssue]
+    (line,) = budget.describe_plan(request, compiled)
+    assert "v5e" in line and "60 s" in line, "v6e has a compile"
 
 
 def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -1087,7 +1099,7 @@ def test_a_budget_in_dollars_sets_the_steps_and_has_a_range(search: Callable[...
 
 def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_compiles_one() -> None:
     request = make_request()
-    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6]
+    rows = with_compile_commands(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6])
     factors = (1.0, 1.01, 1.1, 1.0, 1.005, 1.0)
     rows = [row.with_step_time(factor * rows[0].step_s) for row, factor in zip(rows, factors, strict=True)]
     line, command = describe_certainty(request, rows, "about 49 to 81 s")
@@ -1115,7 +1127,7 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
     planned: tuple[str, ...], word: str
 ) -> None:
     request = make_request("mode.targets=[v4-8,v6e-8]", *planned)
-    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    rows = with_compile_commands(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10))
     firsts = {row.candidate.target: replace(row, stage=Stage.compile) for row in reversed(rows)}
 
     def compile_row(target: str, cost: float) -> RankedLayout:
@@ -1140,6 +1152,9 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
     estimated = replace(compile_row("v4-8", 1.2), stage=Stage.estimate)
     *_, settle = describe_certainty(request, [compile_row("v6e-8", 1.0), estimated], "")
     assert "#2" in settle and " mode=compile " in settle and "target=v4-8" in settle
+    rows, option = [compile_row("v6e-8", 1.0), replace(estimated, compile="")], "target.chip.xla_options.a=1"
+    *_, settle = describe_certainty(request, rows, "", [option])
+    assert "mode=measure" in settle and option in settle, "no compiler for v4 here; #1 as it was compiled"
     unknown = replace(compile_row("v4-8", 1.1), low_s=1.0, high_s=1.0)
     unknown = replace(unknown, low_s=unknown.step_s, high_s=unknown.step_s)
     unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown], "")

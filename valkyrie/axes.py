@@ -190,7 +190,10 @@ class Shard(Protocol):
         ...
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather an embedding table for row lookups: like `gather_for_use`, but replicated within a pipeline stage."""
+        """Gather an embedding table for row lookups, like `gather_for_use`.
+
+        It is replicated where the step is manual over mesh axes: in pipeline stages and under `SumGradientsPer.hybrid`.
+        """
         ...
 
     def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:

@@ -57,8 +57,8 @@ class SumGradientsPer(Enum):
     arrays that those mesh axes do not split.
 
     `hybrid`: Over mesh axes that split no parameter, such as `s` between slices, once, after the last microbatch. Over
-    the others after each microbatch. The sums are split like the stored parameters, so this takes no more memory than
-    `microbatch`.
+    the others after each microbatch. The sums are split like the stored parameters, so this takes about the memory of
+    `microbatch`. Each device also holds the whole embedding table while it looks up tokens.
 
     `microbatch`: After each microbatch. The sums are split like the stored parameters.
 

@@ -77,7 +77,7 @@ class MeshShard:
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.used_axes(axes)))
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a parameter for row look-ups. Within a pipeline stage, it is replicated.
+        """Gather a parameter for row look-ups, replicated in a pipeline stage and under `SumGradientsPer.hybrid`.
 
         XLA's partitioner crashes (`partition_group_list.num_replica_groups()`) at a look-up in a table that is split
         over two axes, inside a region that is manual over another axis (JAX 0.10.2).

@@ -75,7 +75,8 @@ class RankedLayout:
         expected_s: Predicted step time of a measured layout.
         as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
         batches: The layout with each batch, the smallest first. Empty if the search does not vary the batch.
-        compile, train: Commands that compile and train the layout. `compile` is empty if compiling needs the devices.
+        compile, train: Commands that compile and train the layout. `compile` is empty if this machine has no compiler
+            for it.
     """
 
     candidate: Candidate

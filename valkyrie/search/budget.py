@@ -17,6 +17,7 @@ from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compile.cache import earlier_compile_seconds
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.local_devices import missing_compilers
+from valkyrie.search.remarks import target_slice
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.rivals import may_be_better
 from valkyrie.search.shortlist import describe_chips
@@ -45,10 +46,9 @@ class CompileDurations:
         return f"No model of this size was compiled here before{self.on_chip}. A compile often takes {seconds}"
 
 
-def compile_durations(request: SearchRequest) -> CompileDurations:
-    """Return how long a compile of a search probably takes on the chip that takes longest, from the compile cache."""
-    durations = (_durations_on(request, target) for target in request.targets)
-    return max(durations, key=lambda each: each.high_s)
+def compile_durations(request: SearchRequest, targets: Sequence[TargetConfig]) -> CompileDurations:
+    """Return how long a compile of a search probably takes, on that of `targets` where it takes longest."""
+    return max((_durations_on(request, target) for target in targets), key=lambda each: each.high_s)
 
 
 def _durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurations:
@@ -63,9 +63,13 @@ def _durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurati
     return CompileDurations(low_s, high_s, len(seconds), on_chip)
 
 
-def describe_compile_time(request: SearchRequest, compiled_layouts: CompiledLayouts) -> str:
-    """Describe how long a compile takes: `about 49 to 81 s`, or `more than 542 s` if one was stopped then."""
-    durations, stopped_s = compile_durations(request), compiled_layouts.stopped_s or 0.0
+def describe_compile_time(request: SearchRequest, row: RankedLayout, compiled_layouts: CompiledLayouts) -> str:
+    """Describe how long the compile of a row takes: `about 49 to 81 s`, or `more than 542 s` if one was stopped then.
+
+    If the slices have several chips, a compile that was stopped does not count: it may be for another one.
+    """
+    durations = _durations_on(request, target_slice(request, row))
+    stopped_s = 0.0 if durations.on_chip else compiled_layouts.stopped_s or 0.0
     is_longer = stopped_s > durations.high_s
     return f"more than {stopped_s:.0f} s" if is_longer else f"about {range_text(durations.low_s, durations.high_s)} s"
 
@@ -73,9 +77,10 @@ def describe_compile_time(request: SearchRequest, compiled_layouts: CompiledLayo
 def sufficient_budget(request: SearchRequest, compiled_layouts: CompiledLayouts, stopped_s: float = 0.0) -> str:
     """Return a `mode.budget` that probably suffices for a compile on each kind of chips without one.
 
-    `stopped_s` are the seconds after which a compile was stopped without a result. The budget is at least twice that.
+    `stopped_s` are the seconds after which a compile was stopped without a result. The budget is at least twice that,
+    and at least that of the request.
     """
-    minutes = max(_missing_s(request, compiled_layouts), 2 * stopped_s, 60.0) / 60
+    minutes = max(_missing_s(request, compiled_layouts), 2 * stopped_s, request.budget_s or 0.0, 60.0) / 60
     return f"{math.ceil(minutes)}min"
 
 
@@ -91,10 +96,11 @@ def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> 
     If the budget is probably too short for a compile on each kind of chips, the second line has one that suffices, and
     smaller questions.
     """
-    durations = compile_durations(request)
+    missing_targets = _missing_targets(request, compiled_layouts)
+    durations, missing = compile_durations(request, missing_targets), len(missing_targets)
     if request.budget_s is None:
         return [f"{durations.describe()}."]
-    limit_s, missing = compiled_layouts.budget_factor * request.budget_s, len(_missing_kinds(request, compiled_layouts))
+    limit_s = compiled_layouts.budget_factor * request.budget_s
     fewest, most = (math.floor(request.budget_s / s) for s in (durations.high_s, durations.low_s))
     count = range_text(fewest, most) if most else "none"
     lines = [f"{durations.describe()}: {count} would fit in mode.budget={request.mode.budget}."]
@@ -123,9 +129,9 @@ def describe_missing_compiles(
     """
     reason, budget_s = compiled_layouts.stop_reason, request.budget_s
     compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
-    shown = {row.candidate.target for row in rows if not compiled or may_be_better(request, rows[0], row)}
-    names = {chips: name for chips, name in _compiled_kinds(request).items() if name in shown}
-    missing = [name for chips, name in names.items() if chips not in compiled]
+    shown = [row for row in rows if not compiled or may_be_better(request, rows[0], row)]
+    shown_chips = {describe_chips(target_slice(request, row)) for row in shown}
+    missing = [t.name for chips, t in _compiled_kinds(request).items() if chips in shown_chips - compiled]
     is_measured = any(row.stage is Stage.measure for row in rows)
     is_cut_short = "mode.budget" in reason or compiled_layouts.stopped_s is not None
     if budget_s is None or not missing or is_measured or not is_cut_short:
@@ -141,21 +147,22 @@ def describe_missing_compiles(
     )
 
 
-def _missing_kinds(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[str]:
-    """Return the names of slices with a kind of chips without a compile. If there are none, return the first slice."""
+def _missing_targets(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[TargetConfig]:
+    """Return a slice of each kind of chips without a compile. If there are none, return the first slice."""
     compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
-    missing = [name for chips, name in _compiled_kinds(request).items() if chips not in compiled]
-    return missing or [request.targets[0].name]
+    missing = [target for chips, target in _compiled_kinds(request).items() if chips not in compiled]
+    return missing or [request.targets[0]]
 
 
 def _missing_s(request: SearchRequest, compiled_layouts: CompiledLayouts) -> float:
     """Return how long a compile on each kind of chips without one probably takes, in total: sum of upper quartiles."""
-    names = _missing_kinds(request, compiled_layouts)
-    return sum(_durations_on(request, target).high_s for target in request.targets if target.name in names)
+    return sum(_durations_on(request, target).high_s for target in _missing_targets(request, compiled_layouts))
 
 
-def _compiled_kinds(request: SearchRequest) -> dict[str, str]:
-    """Return the kinds and numbers of chips that this machine can compile for, each with the name of a slice."""
-    without_compiler = missing_compilers(request)
-    targets = (target for target in request.targets if target.name not in without_compiler)
-    return {describe_chips(target): target.name for target in targets}
+def _compiled_kinds(request: SearchRequest) -> dict[str, TargetConfig]:
+    """Return the kinds and numbers of chips that this machine can compile for, each with the first such slice."""
+    without_compiler, kinds = missing_compilers(request), dict[str, TargetConfig]()
+    for target in request.targets:
+        if target.name not in without_compiler:
+            kinds.setdefault(describe_chips(target), target)
+    return kinds

@@ -264,19 +264,23 @@ class Comparison:
         title = f"{self._title()} on {record.target}"
         return comparison_page(title, self._subject(), table, self._note_lines(record), records, self.best)
 
+    def _compiled_count(self) -> int:
+        return sum(result.fits is not None for result in self.results.values())
+
     def _title(self) -> str:
-        compiled, layouts = len(self.results), count_text(len(self.results) + len(self.untried), "layout")
+        compiled, layouts = self._compiled_count(), count_text(len(self.results) + len(self.untried), "layout")
         if not compiled:
             return f"{layouts}, none compiled"
-        if not self.untried:
+        total = len(self.results) + len(self.untried)
+        if compiled == total:
             return f"Fastest of {layouts}"
-        return f"Fastest of {count_text(compiled, 'compiled layout')} (of {compiled + len(self.untried)})"
+        return f"Fastest of {count_text(compiled, 'compiled layout')} (of {total})"
 
     def _subject(self) -> str:
         """Return a line with the number of compiled layouts and the fastest one, such as `2 of 6 compiled`."""
         total = len(self.results) + len(self.untried)
-        compiled = f"{len(self.results)} of {total} compiled"
-        if not self.results:
+        compiled = f"{self._compiled_count()} of {total} compiled"
+        if not self._compiled_count():
             return f"{compiled}, so none has a step time"
         if self.best is None:
             return f"{compiled}; no layout fits"

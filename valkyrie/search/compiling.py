@@ -264,7 +264,8 @@ def compile_best(
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
         is_cached = _is_cached(plan.trial_folder)
-        durations_s += [] if is_cached else [time.monotonic() - start]
+        if not is_cached and trial.status in (Status.ok, Status.does_not_fit):
+            durations_s.append(time.monotonic() - start)
         options = _settings_for_training(plan.trial_folder)
         compiled_layouts.layouts.append(CompiledLayout(layout, trial, options, is_cached))
         on_result(compiled_layouts.layouts[-1], compiled_layouts)

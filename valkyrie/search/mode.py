@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
 from valkyrie.problems import DIVISIBILITY_CODES, format_alternatives
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -182,7 +181,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         launch=launch,
         prices=describe_prices(request),
         warning=describe_missing_compiles(request, rows, compiled_layouts),
-        certainty=describe_certainty(request, rows, describe_compile_time(request, compiled_layouts)),
+        certainty=describe_certainty(request, rows, describe_compile_time(request, rows[0], compiled_layouts), options),
     )
     print_answer(answer, console)
     _print_commands(answer, folder, console)
@@ -204,12 +203,11 @@ def _add_commands(
     request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts, options: Sequence[str]
 ) -> list[RankedLayout]:
     """Return the rows with the commands that compile and train them. `options` are those of the first row."""
-    result = []
+    result, without_compiler = [], missing_compilers(request)
     for place, row in enumerate(rows):
         compiled = compiled_layouts.get(row.candidate)
         added_options = options if place == 0 else () if compiled is None else compiled.added_options
-        can_compile = get_platform(target_slice(request, row).platform).compiles_without_devices
-        compile_text = compile_command(request, row) if can_compile else ""
+        compile_text = "" if row.candidate.target in without_compiler else compile_command(request, row)
         result.append(replace(row, compile=compile_text, train=train_command(request, row, added_options)))
     return result
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from valkyrie.hardware.platforms import get_platform
 from valkyrie.problems import format_alternatives
 from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.columns import FORMATS
-from valkyrie.search.answer import compile_command, launch_command, layout_command
+from valkyrie.search.answer import launch_command, layout_command
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compile.correction import published_interval, published_runs_on
 from valkyrie.search.local_devices import has_devices
@@ -26,16 +25,24 @@ UNKNOWN_ERROR = 0.2
 _Cost = Callable[[RankedLayout], float]
 
 
-def describe_certainty(request: SearchRequest, rows: Sequence[RankedLayout], compile_time: str) -> list[str]:
+def describe_certainty(
+    request: SearchRequest, rows: Sequence[RankedLayout], compile_time: str, options: Sequence[str] = ()
+) -> list[str]:
     """Return sentences on how sure it is that the first row is the best one.
 
     They name the strongest rivals on the same chips and on other chips, the slice with the least accurate predictions,
     if their errors may decide, and the commands that would settle which row is better. If the first row is only
-    estimated, that is the command that compiles it. `compile_time` is how long this takes, such as `about 49 to 81 s`.
+    estimated, that is the command that compiles it.
+
+    Args:
+        request: The search.
+        rows: The rows of the answer, with their commands.
+        compile_time: How long a compile of the first row takes, such as `about 49 to 81 s`.
+        options: Overrides with the compiler options that the first row was compiled with.
     """
-    lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows)]
+    lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows, options)]
     text = f"To be surer, compile #1 first ({compile_time})"
-    return [*lines, *filter(None, [_compile_text(request, rows[0], text)])]
+    return [*lines, *filter(None, [_compile_text(rows[0], text)])]
 
 
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
@@ -66,12 +73,12 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
         (strongest, f"Only estimated, and may be more than {tolerance} {better} than #1"),
     ):
         if places:
-            settle = _compile_text(request, rows[places[0] - 1], f" To settle it, compile #{places[0]}")
+            settle = _compile_text(rows[places[0] - 1], f" To settle it, compile #{places[0]}")
             lines.append(f"{text}: {_name_rivals(places)}.{settle if best.stage is not Stage.estimate else ''}")
     return lines
 
 
-def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], options: Sequence[str]) -> list[str]:
     """Compare the first row with the best one on each other kind and number of chips. Empty without other chips."""
     best, cost, better = rows[0], _cost_function(request), _better(request)
     places: dict[str, int] = {}
@@ -92,9 +99,9 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout]) 
     lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}.", *accuracy]
     if best.stage is Stage.estimate:
         return lines
-    if settle := _compile_text(request, rival, f"To settle it, first compile #{place}"):
+    if settle := _compile_text(rival, f"To settle it, first compile #{place}"):
         return [*lines, settle]
-    return [*lines, _measure_text(request, rows, place)]
+    return [*lines, _measure_text(request, rows, place, options)]
 
 
 def _describe_accuracy(
@@ -137,15 +144,12 @@ def _describe_row(row: RankedLayout, place: int) -> str:
     return f"#{place} on {row.candidate.target} ({row.stage.adjective}, {interval})"
 
 
-def _compile_text(request: SearchRequest, row: RankedLayout, text: str) -> str:
+def _compile_text(row: RankedLayout, text: str) -> str:
     """Return `text` with the command that compiles an estimated row, or "" if it cannot be compiled on this machine."""
-    platform = get_platform(target_slice(request, row).platform)
-    if row.stage is not Stage.estimate or not platform.compiles_without_devices:
-        return ""
-    return f"{text}: {compile_command(request, row)}"
+    return f"{text}: {row.compile}" if row.stage is Stage.estimate and row.compile else ""
 
 
-def _measure_text(request: SearchRequest, rows: Sequence[RankedLayout], place: int) -> str:
+def _measure_text(request: SearchRequest, rows: Sequence[RankedLayout], place: int, options: Sequence[str]) -> str:
     """Return a sentence with the command that measures the first row, and its step time above which a rival is better.
 
     Without the command, if Valkyrie cannot rent these slices.
@@ -153,7 +157,7 @@ def _measure_text(request: SearchRequest, rows: Sequence[RankedLayout], place: i
     best, cost, better = rows[0], _cost_function(request), _better(request)
     limit = duration_text(best.step_s * cost(rows[place - 1]) / cost(best))
     text = f"To settle it, measure #1 on {best.candidate.target}: above {limit} a step, #{place} is {better}"
-    command = layout_command(request, best, ["mode=measure"])
+    command = layout_command(request, best, ["mode=measure"], options)
     if not has_devices(target_slice(request, best)):
         command = launch_command(request, best, command)
     return f"{text}." if command is None else f"{text}: {command}"

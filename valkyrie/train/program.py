@@ -260,7 +260,7 @@ class StepProgram:
             self.layout.mesh.slices > 1
             and chip is not None
             and chip.ici_axes == 3
-            and _ASYNC_GATHER in chip.xla_options
+            and chip.xla_options.get(_ASYNC_GATHER)
         ):
             computed_options[_PREFER_GATHERS] = "true"
         return collect_options(chip, computed_options)

@@ -38,7 +38,7 @@ MAX_READ_OUTCOMES = 300
 """Maximum number of outcomes in the cache to read for the durations of earlier compiles."""
 
 _PRICES = ("usd_per_hour", "usd_per_hour_source", "spot_usd_per_hour")
-_UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", *_PRICES)
+_UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "compile_time_ratio", *_PRICES)
 """Settings of a chip that affect neither the program nor its replay."""
 _UNUSED_FLAG_PREFIXES = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 _COMPILER_PACKAGES = ("jax", *{package for platform in platforms() for package in platform.compiler_packages})
