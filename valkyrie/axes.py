@@ -130,7 +130,7 @@ class Parameter(Tensor):
     group: str = "matrix"
     float32: bool = False
     output_first: bool = False
-    matrices_per_token: float | None = None
+    matrices_per_token: int | None = None
 
     @property
     def stack_dims(self) -> int:

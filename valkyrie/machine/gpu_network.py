@@ -39,7 +39,7 @@ class NcclModel:
         self._link = NVLINK if chip.gpu is None or chip.gpu.nvlinks else PCIE
         # A described GPU has the coordinates (domain, host, GPU); an attached one only its id.
         host_gpus, self._domain_gpus = math.prod(chip.host_bounds) or 1, machine.topology.domain_chips
-        domains = [p.coords[0] if len(p.coords) > 1 else p.coords[0] // self._domain_gpus for p in positions]
+        domains = [p.coords[0] // (1 if len(p.coords) > 1 else self._domain_gpus) for p in positions]
         self._domains = np.array([domain for i, domain in enumerate(domains) if mask is None or mask[i]])
         own_switch, table_switch = chip.switch_gbs or 1.0, known_chips()[assumptions.FALLBACK_CHIP].switch_gbs or 1.0
         self._switch_factor = 1.0 if chip.gpu and chip.gpu.collectives else own_switch / table_switch

@@ -58,7 +58,7 @@ class Weight(NamedTuple):
     group: str
     float32: bool
     output_first: bool
-    matrices_per_token: float | None
+    matrices_per_token: int | None
 
 
 class ActivationSpec(NamedTuple):
@@ -108,7 +108,7 @@ def weight(
     group: str = "matrix",
     float32: bool = False,
     output_first: bool = False,
-    matrices_per_token: float | None = None,
+    matrices_per_token: int | None = None,
 ) -> Weight:
     """Declare a parameter.
 

@@ -143,7 +143,7 @@ class MoE(Block):
 
         An all-to-all of the buffers of `dense` takes about a quarter of the time to gather them, on a ring of devices.
         """
-        count = 1 if self.dispatch is Dispatch.sorted else self.rows_per_token / 4
+        count = 1.0 if self.dispatch is Dispatch.sorted else self.rows_per_token / 4
         return [SavedActivation(tensor((BATCH, SEQ, "embed"), self._sizes(context)), count)]
 
     @property
@@ -151,9 +151,9 @@ class MoE(Block):
         """Rows of all experts, including empty slots of their buffers under `dense`, per token."""
         # TODO: under `sorted`, n devices that split the experts have n times as many rows each, most of them unused.
         if self.dispatch is Dispatch.sorted:
-            return self.top_k
+            return float(self.top_k)
         factor = math.inf if self.capacity_factor is None else self.capacity_factor
-        return min(self.experts, self.top_k * factor)
+        return float(min(self.experts, self.top_k * factor))
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs, with one row per assignment of a token to an expert.

@@ -32,6 +32,8 @@ from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
 class MoELayer(nnx.Module):
     """A mixture of experts. Matrices are initialised like those of a dense feed-forward (`FeedForwardLayer`)."""
 
+    router: nnx.Param
+
     def __init__(self, block: MoE, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         self.block, self.numerics = block, numerics
         specs = block.parameters(context)
