@@ -103,7 +103,7 @@ def test_layouts_are_ranked_and_printed():
     assert lines[-3].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
     assert comparison._repr_html_().startswith("<iframe") and "best: fast" in repr(comparison)
     page = comparison._page()
-    assert "<h1>Fastest of 4 layouts" in page and "a quarter" in page and "What to change" not in page
+    assert "<h1>Fastest of 3 compiled layouts (of 4)" in page and "a quarter" in page and "What to change" not in page
     assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 
 
