@@ -369,7 +369,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", endless)
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: earlier_s)
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: earlier_s)
     earlier_s: list[float] = []
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=1min")
     assert status == 0 and 120 <= clock[0] < 122 and answer["best"][0]["stage"] == "estimate"
@@ -389,7 +389,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles_that_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [70.0])
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: [70.0])
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
     shown.print_start(Path("found"))
@@ -406,9 +406,9 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
 
 
 def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    usable = {usable_hbm(known_chips()["v5e"])}
+    v5e_bytes = usable_hbm(known_chips()["v5e"])
     monkeypatch.setattr(
-        budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [60.0] if usable_bytes == usable else []
+        budget, "earlier_compile_seconds", lambda parameters, usable: [60.0] if usable == v5e_bytes else []
     )
     plan = budget.describe_plan(make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min"), CompiledLayouts())
     usual_s = 4 * get_platform("tpu").usual_compile_s[1]
@@ -423,14 +423,14 @@ def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkey
 
 def test_earlier_compiles_of_a_model_are_timed_by_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compile_cache, "requests_folder", lambda: tmp_path)
-    assert compile_cache.earlier_compile_seconds(7, [16]) == []
+    assert compile_cache.earlier_compile_seconds(7, 16) == []
     step = CompiledStep("", "", 1.0, 2.0, (), MemoryReport(usable=16), 7, Alternatives(), (), (), {})
     for name, program, parameters in (("a", "one", 7), ("b", "two", 8), ("c", "one", 7)):
         outcome = CompileOutcome(CompileStatus.ok, None, replace(step, program=program, parameters=parameters))
         (tmp_path / name).mkdir()
         write_record(tmp_path / name / compile_cache.OUTCOME_FILE, outcome)
-    assert compile_cache.earlier_compile_seconds(7, [16]) == [3.0], "two requests of one program"
-    assert compile_cache.earlier_compile_seconds(7, [80]) == [], "compiles for another chip"
+    assert compile_cache.earlier_compile_seconds(7, 16) == [3.0], "two requests of one program"
+    assert compile_cache.earlier_compile_seconds(7, 80) == [], "compiles for another chip"
 
 
 def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_from_the_cache(
@@ -475,7 +475,7 @@ def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", interrupted)
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable_bytes: [49.0, 81.0])
+    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: [49.0, 81.0])
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=7min")
     assert status == EXIT_INTERRUPTED and answer["why"] in answer["warning"] and answer["warning"] in printed
     assert "542 s" in answer["why"] and " partition=fsdp " in answer["why"]

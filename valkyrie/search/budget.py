@@ -54,7 +54,7 @@ def compile_durations(request: SearchRequest, targets: Sequence[TargetConfig]) -
 def _durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurations:
     chips = {each.chip.name if each.chip else "" for each in request.targets}
     on_chip = f" for {target.chip.name}" if target.chip and len(chips) > 1 else ""
-    seconds = earlier_compile_seconds(request.run.model.parameter_count(), {usable_hbm(target.chip)})
+    seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_hbm(target.chip))
     if seconds:
         low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist()
     else:

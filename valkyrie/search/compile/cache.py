@@ -14,9 +14,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.memory import ProgramMemory
@@ -158,10 +160,10 @@ def read_outcome(folder: Path, needs_hlo_text: bool = False) -> CompileOutcome |
     return outcome
 
 
-def earlier_compile_seconds(parameters: int, usable_bytes: Collection[int | None]) -> list[float]:
+def earlier_compile_seconds(parameters: int, usable: int | None) -> list[float]:
     """Return how long the compiles in the cache took that fit and whose models have this number of parameters.
 
-    Counts only chips with one of these amounts of usable memory: compilers for other chips take another time.
+    Counts only chips with this usable memory, in bytes: compilers for other chips take another time.
 
     In seconds, with the lowering, the most recent first. A program that several requests share counts once. Reads at
     most `MAX_READ_OUTCOMES`. Returns an empty list if the cache cannot be read.
@@ -170,13 +172,31 @@ def earlier_compile_seconds(parameters: int, usable_bytes: Collection[int | None
     with contextlib.suppress(OSError):
         files = sorted(requests_folder().glob(f"*/{OUTCOME_FILE}"), key=lambda file: -file.stat().st_mtime)
         for file in files[:MAX_READ_OUTCOMES]:
-            with contextlib.suppress(RecordError):
-                step = read_record(CompileOutcome, file).step
-                if step is None or step.memory.usable not in usable_bytes:
-                    continue
-                if step.parameters == parameters:
-                    seconds.setdefault(step.program, step.lower_s + step.compile_s)
+            duration = _read_duration(file, file.stat().st_mtime_ns)
+            if duration is not None and (duration.parameters, duration.usable) == (parameters, usable):
+                seconds.setdefault(duration.program, duration.seconds)
     return [*seconds.values()]
+
+
+class _Duration(NamedTuple):
+    """Seconds that a compile took, with the number of parameters of its model and the usable memory of its chip."""
+
+    program: str
+    parameters: int | None
+    usable: int | None
+    seconds: float
+
+
+@cache
+def _read_duration(file: Path, mtime_ns: int) -> _Duration | None:
+    """Return the duration of a compile from its outcome, or None if it did not fit. Cached until the file changes."""
+    try:
+        step = read_record(CompileOutcome, file).step
+    except RecordError:
+        return None
+    if step is None:
+        return None
+    return _Duration(step.program, step.parameters, step.memory.usable, step.lower_s + step.compile_s)
 
 
 def read_program(folder: Path, needs_hlo_text: bool = False) -> ProgramRecord | None:
