@@ -389,6 +389,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles_that_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: [70.0])
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
@@ -406,6 +407,7 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
 
 
 def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     v5e_bytes = usable_hbm(known_chips()["v5e"])
     monkeypatch.setattr(
         budget, "earlier_compile_seconds", lambda parameters, usable: [60.0] if usable == v5e_bytes else []

@@ -218,7 +218,7 @@ class Platform(ABC):
         return saved_bytes + loss_bytes + group_bytes + named_bytes
 
     def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
-        """Return what the compiler knows about a device, as part of cache keys."""
+        """Return the properties of a device that compiled programs depend on, as part of cache keys."""
         return device_kind
 
     def spell_options(self, options: Mapping[str, str]) -> dict[str, str]:
