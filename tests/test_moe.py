@@ -24,7 +24,9 @@ from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
 from valkyrie.models.moe import Dispatch, MoE, RouterScores
-from valkyrie.ops.linear import FLOAT32
+from valkyrie.ops import grouped
+from valkyrie.ops.experts import grouped_linear
+from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.work import step_work
@@ -112,6 +114,41 @@ def test_a_sorted_dispatch_has_no_scatter():
     _, module, x = build(dispatch=Dispatch.sorted)
     gradient = jax.jit(jax.grad(lambda module, x: apply(module, x)[0].sum(), argnums=(0, 1)))
     assert "scatter" not in gradient.lower(module, x).as_text()
+
+
+@pytest.mark.parametrize("sizes", [[10, 0, 7, 3], [0, 0, 20, 0], [5, 5, 5, 1], [0, 0, 0, 0]])
+def test_products_of_groups_multiply_the_rows_of_each_group_by_its_matrix_alone(sizes, monkeypatch):
+    monkeypatch.setattr(grouped, "SMALLEST_TILE", 4)
+    x, g, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(21, 3), (21, 5), (4, 3, 5)]))
+    numbers = np.repeat(np.arange(4), sizes)
+    used, loops = len(numbers), jnp.array(sizes, jnp.int32)
+    products, gradients = jax.jit(grouped.multiply_groups)(x, w, loops), np.zeros((4, 3, 5))
+    np.testing.assert_allclose(products[:used], np.einsum("ra,rab->rb", x[:used], w[numbers]), rtol=1e-5, atol=1e-6)
+    np.add.at(gradients, numbers, x[:used, :, None] * g[:used, None])
+    sums = jax.jit(lambda *arrays: grouped.multiply_rows_of_groups(*arrays, "float32"))(x, g, loops)
+    np.testing.assert_allclose(sums, gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_products_of_groups_do_not_multiply_every_row_by_every_matrix(backend):
+    x, w, sizes = jnp.ones((4096, 64)), jnp.ones((16, 64, 64)), jnp.full(16, 256, jnp.int32)
+    gradients = str(jax.make_jaxpr(lambda x: grouped.multiply_rows_of_groups(x, x, sizes, "float32", backend))(x))
+    products = str(jax.make_jaxpr(lambda x: grouped.multiply_groups(x, w, sizes, backend))(x))
+    assert ("length=47" in gradients, "name=tgmm" in gradients) == (backend == "cpu", backend == "tpu")
+    assert ("length=47" in products, "ragged_dot" in products) == (backend == "cpu", backend == "tpu")
+
+
+def test_gradients_of_experts_are_summed_over_devices_in_the_reduction_dtype():
+    numerics = Numerics("float32", "bfloat16", "bfloat16")
+    x, w, sizes = jnp.ones((8, 3)), jnp.ones((2, 3, 5)), jnp.full((1, 2), 4, jnp.int32)
+
+    def total(w):
+        axes = ("experts", "embed", "mlp")
+        settings = {"axes": axes, "output_first": False, "shard": UNSHARDED, "numerics": numerics}
+        return grouped_linear(x, w, sizes, **settings).sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(total))(w))  # the first two dimensions of the partial sums are devices
+    assert "bf16[1,1,2,3,5]" in jaxpr and "f32[1,1,2,3,5]" not in jaxpr.replace("bf16[", "")
 
 
 def test_shared_experts_are_added_for_every_token():

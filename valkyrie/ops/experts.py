@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
+from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
 from valkyrie.ops.linear import Numerics
 
 
@@ -185,7 +186,7 @@ def grouped_linear(
     shard: Shard,
     numerics: Numerics,
 ) -> Float[Array, "rows outputs"]:
-    """Multiply each group of rows by the matrix of its expert, in the compute dtype (`jax.lax.ragged_dot`).
+    """Multiply each group of rows by the matrix of its expert, in the compute dtype.
 
     Like `linear`, gathers the parameter right before its use, forward and again backward, and computes its gradient in
     the reduction dtype. Rows of no group are undefined.
@@ -206,7 +207,7 @@ def grouped_linear(
         summed_axes = shard.activation_mesh_axes(x_axis)
 
         def local(x: Array, w: Array, sizes: Array) -> Array:
-            y = _multiply_groups(x, w.swapaxes(1, 2) if transpose else w, sizes[0])
+            y = multiply_groups(x, w.swapaxes(1, 2) if transpose else w, sizes[0], shard.backend)
             return jax.lax.psum(y, summed_axes) if summed_axes else y
 
         gathered = shard.gather_for_use(w.astype(numerics.compute), *axes)
@@ -216,10 +217,10 @@ def grouped_linear(
     def partial_weight_gradient(x: Array, g: Array, sizes: Array) -> Array:
         def local(x: Array, g: Array, sizes: Array) -> Array:
             factors = (g, x) if output_first else (x, g)
-            return _multiply_rows_of_groups(numerics.reduction)(*factors, sizes[0])[None, None]
+            return multiply_rows_of_groups(*factors, sizes[0], numerics.reduction, shard.backend)[None, None]
 
         in_axes = ((ROWS, inputs), (ROWS, outputs), (ROWS, None))
-        return shard.map(local, in_axes, (BATCH, SEQ, experts, *matrix_axes), check_vma=True)(x, g, sizes)
+        return shard.map(local, in_axes, (BATCH, SEQ, experts, *matrix_axes))(x, g, sizes)
 
     @jax.custom_vjp
     def product(x: Array, w: Array, sizes: Array) -> Array:
@@ -232,7 +233,8 @@ def grouped_linear(
         x, w, sizes = residuals
         dx = multiply(g, w, sizes, outputs, inputs, not output_first)
         dw = shard.compute_gradient(
-            lambda parts: parts.sum((0, 1)),
+            # Unlike `jnp.sum`, this does not convert to float32, so devices exchange the reduction dtype.
+            lambda parts: jax.lax.reduce(parts, np.zeros((), parts.dtype), jax.lax.add, (0, 1)),
             (partial_weight_gradient(x, g, sizes),),
             *axes,
             reduction_dtype=numerics.reduction,
@@ -241,43 +243,6 @@ def grouped_linear(
 
     product.defvjp(forward, backward)
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes), group_sizes)
-
-
-_ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
-"""Dimension numbers of a product that sums over the rows of each group."""
-
-
-def _map_over_batch(f: Callable[..., Array]) -> Callable[..., Array]:
-    """Let `jax.vmap` call `f` once per element. Ragged products support only few kinds of `vmap` (JAX 0.10.2).
-
-    The gradients of `partition.sum_gradients_per=step` are computed in a `vmap` with one element per device.
-    """
-    mapped = jax.custom_batching.custom_vmap(f)
-
-    @mapped.def_vmap
-    def call_per_element(size: int, is_batched: list[bool], *arguments: Array) -> tuple[Array, bool]:
-        elements = [
-            f(*(x[i] if batched else x for x, batched in zip(arguments, is_batched, strict=True))) for i in range(size)
-        ]
-        return jnp.stack(elements), True
-
-    return mapped
-
-
-_multiply_groups = _map_over_batch(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes))
-"""Multiplies each group of rows by its matrix: (rows, a), (experts, a, b), (experts) -> (rows, b)."""
-
-
-@cache
-def _multiply_rows_of_groups(dtype: str) -> Callable[..., Array]:
-    """Return a function that sums over the rows of each group: (rows, a), (rows, b), (experts) -> (experts, a, b)."""
-
-    def multiply(x: Array, g: Array, sizes: Array) -> Array:
-        return jax.lax.ragged_dot_general(x, g, sizes, _ROWS_CONTRACTED, preferred_element_type=jnp.dtype(dtype))
-
-    return _map_over_batch(multiply)
 
 
 def _token_axes(shard: Shard) -> tuple[str, ...]:

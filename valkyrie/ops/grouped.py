@@ -1,0 +1,178 @@
+"""Matrix products of groups of rows, with a different matrix per group.
+
+JAX's `ragged_dot` has a kernel only on TPUs, and only for products with the rows (JAX 0.10.2). Elsewhere, and for the
+gradients of the matrices, it multiplies every row by the matrix of every group. TPUs compute these gradients with the
+kernel of megablox instead. Other platforms do so with loops over tiles of rows: like in megablox, a step multiplies the
+rows of one tile that belong to one group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jaxtyping import Array, Float, Int
+
+from valkyrie.hardware.platforms import get_platform
+
+KERNEL_TILE, KERNEL_WIDTH_BYTES = 512, 2048
+"""Rows of a tile of the TPU kernel, and its width.
+
+A kernel with these tiles fits into the memory of v4 and v5e, and is limited by products instead of HBM.
+"""
+
+SMALLEST_TILE = 64
+"""Rows of a tile if groups are small. Smaller tiles would take more steps than they save products of foreign rows."""
+
+
+def multiply_groups(
+    x: Float[Array, "rows inputs"],
+    w: Float[Array, "groups inputs outputs"],
+    sizes: Int[Array, " groups"],
+    backend: str | None = None,
+) -> Float[Array, "rows outputs"]:
+    """Multiply each group of rows by its matrix. Rows after the last group are undefined.
+
+    Args:
+        x: Rows, sorted by group.
+        w: The matrix of each group.
+        sizes: Number of rows of each group.
+        backend: JAX platform that will run the product, or None for the default.
+    """
+    return _row_products(_platform(backend))(x, w, sizes)
+
+
+def multiply_rows_of_groups(
+    x: Float[Array, "rows inputs"],
+    g: Float[Array, "rows outputs"],
+    sizes: Int[Array, " groups"],
+    dtype: str,
+    backend: str | None = None,
+) -> Float[Array, "groups inputs outputs"]:
+    """Sum the outer products of the rows of each group, in float32, and return them in `dtype`.
+
+    The other arguments are those of `multiply_groups`.
+    """
+    return _matrix_gradients(_platform(backend), dtype)(x, g, sizes)
+
+
+def _platform(backend: str | None) -> str:
+    return jax.default_backend() if backend is None else backend
+
+
+@cache
+def _row_products(backend: str) -> Callable[..., Array]:
+    if get_platform(backend).runs_pallas_tpu:
+        return _map_over_batch(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes))
+
+    def multiply(x: Array, w: Array, sizes: Array) -> Array:
+        steps = _list_steps(sizes, len(x), _tile_rows(backend, len(x), len(w)))
+
+        def update(i: Array, y: Array) -> Array:
+            start, (rows, is_in_group) = steps.start[i], steps.slice_rows(i, x)
+            product = rows @ w[steps.group[i]]
+            old = jax.lax.dynamic_slice_in_dim(y, start, steps.tile)
+            return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_in_group, product, old), start, 0)
+
+        y = jnp.zeros((len(x), w.shape[2]), x.dtype)
+        return jax.lax.fori_loop(0, len(steps.start), update, _vary_like(y, x, w, sizes))
+
+    return _map_over_batch(multiply)
+
+
+@cache
+def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
+    runs_kernel = get_platform(backend).runs_pallas_tpu
+
+    def multiply_tiles(x: Array, g: Array, sizes: Array) -> Array:
+        steps = _list_steps(sizes, len(x), _tile_rows(backend, len(x), len(sizes)))
+
+        def add(i: Array, total: Array) -> Array:
+            (rows, _), (cotangents, is_in_group) = steps.slice_rows(i, x), steps.slice_rows(i, g)
+            cotangents = jnp.where(is_in_group, cotangents, 0)
+            product = jnp.einsum("ra,rb->ab", rows, cotangents, preferred_element_type=jnp.float32)
+            group = steps.group[i]
+            return jax.lax.dynamic_update_index_in_dim(total, total[group] + product, group, 0)
+
+        total = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
+        return jax.lax.fori_loop(0, len(steps.start), add, _vary_like(total, x, g, sizes)).astype(dtype)
+
+    def multiply(x: Array, g: Array, sizes: Array) -> Array:
+        tile, width = math.gcd(len(x), KERNEL_TILE), KERNEL_WIDTH_BYTES // x.dtype.itemsize
+        if not runs_kernel or tile < 16:  # a tile of bfloat16 has 16 rows
+            return multiply_tiles(x, g, sizes)
+        return tgmm(x.T, g, sizes, jnp.dtype(dtype), (tile, min(x.shape[1], width), min(g.shape[1], width)))
+
+    return _map_over_batch(multiply)
+
+
+class _Steps(NamedTuple):
+    """Steps of a loop over pairs of a tile and a group that share rows.
+
+    Args:
+        tile: Rows of a tile.
+        start: First row of each step's tile. The last tile overlaps with the one before it if `tile` does not divide
+            the rows.
+        group: Group of each step.
+        first, end: Range of the rows that each step multiplies, those of its group in its tile. Empty for steps that
+            are not needed.
+    """
+
+    tile: int
+    start: Int[Array, " steps"]
+    group: Int[Array, " steps"]
+    first: Int[Array, " steps"]
+    end: Int[Array, " steps"]
+
+    def slice_rows(self, i: Array, x: Float[Array, "rows width"]) -> tuple[Array, Array]:
+        """Return the rows of a step's tile, and whether the step multiplies each, with shape (tile, 1)."""
+        numbers = self.start[i] + jnp.arange(self.tile)[:, None]
+        rows = jax.lax.dynamic_slice_in_dim(x, self.start[i], self.tile)
+        return rows, (numbers >= self.first[i]) & (numbers < self.end[i])
+
+
+def _list_steps(sizes: Int[Array, " groups"], rows: int, tile: int) -> _Steps:
+    """Return the pairs of a tile and a group that share rows. There are fewer than tiles + groups."""
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    counts = jnp.where(sizes > 0, (ends - 1) // tile - starts // tile + 1, 0)
+    last_steps = jnp.cumsum(counts)
+    numbers = jnp.arange(-(-rows // tile) + len(sizes) - 1)
+    group = jnp.minimum(jnp.sum(numbers[:, None] >= last_steps, axis=1), len(sizes) - 1)
+    tile_start = tile * (starts[group] // tile + numbers - (last_steps - counts)[group])
+    first, end = jnp.maximum(starts[group], tile_start), jnp.minimum(ends[group], tile_start + tile)
+    return _Steps(tile, jnp.clip(tile_start, 0, rows - tile), group, first, end)
+
+
+def _tile_rows(backend: str, rows: int, groups: int) -> int:
+    """Return the rows of a tile: at most 128 on a CPU and 512 on other platforms, and about those of a small group."""
+    limit = 128 if get_platform(backend).runs_on_host else 512
+    return min(rows, limit, max(SMALLEST_TILE, 1 << (rows // groups).bit_length() - 1 if rows >= groups else 0))
+
+
+def _vary_like(initial: Array, *arrays: Array) -> Array:
+    """Mark an initial value as different on each device over the mesh axes of `arrays`, as in `jax.shard_map`."""
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return jax.lax.pcast(initial, tuple(sorted(axes)), to="varying") if axes else initial
+
+
+def _map_over_batch(f: Callable[..., Array]) -> Callable[..., Array]:
+    """Let `jax.vmap` call `f` once per element. Ragged products support only few kinds of `vmap` (JAX 0.10.2).
+
+    The gradients of `partition.sum_gradients_per=step` are computed in a `vmap` with one element per device.
+    """
+    mapped = jax.custom_batching.custom_vmap(f)
+
+    @mapped.def_vmap
+    def call_per_element(size: int, is_batched: list[bool], *arguments: Array) -> tuple[Array, bool]:
+        elements = [
+            f(*(x[i] if batched else x for x, batched in zip(arguments, is_batched, strict=True))) for i in range(size)
+        ]
+        return jnp.stack(elements), True
+
+    return mapped
