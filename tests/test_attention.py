@@ -38,8 +38,12 @@ from valkyrie.train.rematerialise import make_block_checkpoint
 GOLDEN_FILE = Path(__file__).parent / "goldens" / "longformer.npz"
 
 
-def make_inputs(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
+def make_inputs(
+    seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, value_dim=None, global_tokens=0, segments=False, seed=0
+):
     """Return random q, k, v, segment IDs and global tokens. The last two are None by default.
+
+    Values have `value_dim` channels, by default `head_dim`.
 
     In each row, the last global token repeats the first. In the first row, the second one is invalid.
     """
@@ -50,7 +54,7 @@ def make_inputs(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=
 
     q, k, v = (
         random_normal(batch, seq, heads, head_dim),
-        *(random_normal(batch, seq, kv_heads, head_dim) for _ in range(2)),
+        *(random_normal(batch, seq, kv_heads, channels) for channels in (head_dim, value_dim or head_dim)),
     )
     tokens = ids = None
     if global_tokens:
@@ -73,7 +77,7 @@ def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
     """Return attention by its definition, computed one query at a time in float64."""
     q, k, v, segment_ids, tokens = jax.tree.map(np.asarray, (q, k, v, segment_ids, tokens))
     batch, seq, heads, head_dim = q.shape
-    out = np.zeros(q.shape)
+    out = np.zeros((batch, seq, heads, v.shape[3]))
     for b, i in itertools.product(range(batch), range(seq)):
         entries = [] if tokens is None else [n for n in range(len(tokens.valid[b])) if tokens.valid[b, n]]
         index_by_position = {int(tokens.positions[b, n]): n for n in reversed(entries)}
@@ -143,6 +147,19 @@ def test_dense_and_chunked_attention_equal_the_definition(case):
     chunked = run_attention(AttentionImpl.chunked, q, k, v, tokens, chunk=chunk, **options)
     np.testing.assert_allclose(expected[0], brute_force(q, k, v, window, causal, dilation, ids, tokens), atol=2e-6)
     assert_close(chunked, expected)
+
+
+@pytest.mark.parametrize("value_dim", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_values_may_have_other_channels_than_keys(value_dim, monkeypatch):
+    from valkyrie.ops import attention as module
+
+    q, k, v, ids, _ = make_inputs(40, batch=1, value_dim=value_dim, segments=True)
+    expected = run_attention(AttentionImpl.dense, q, k, v, None, window=None, ids=ids)
+    np.testing.assert_allclose(expected[0], brute_force(q, k, v, None, True, 1, ids, None), atol=2e-6)
+    assert_close(run_attention(AttentionImpl.chunked, q, k, v, None, window=None, ids=ids, chunk=8), expected)
+    monkeypatch.setattr(module, "LocalOptions", partial(LocalOptions, interpret=True))
+    kernel = run_attention(AttentionImpl.kernel, q, k, v, None, window=None, ids=ids, backend="tpu")
+    assert_close(kernel, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
@@ -341,7 +358,15 @@ def test_kernel_attention_over_a_sharded_sequence_equals_dense(
     monkeypatch.setattr(splash, "MAX_DQ_WRITES", max_dq_writes)
     monkeypatch.setattr(splash, "WIDE_BLOCK", 512)
     assert splash._causal_shard_blocks(seq // 8, 1024, 128)[0] == (2 if max_dq_writes == 1 else 1)
-    q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=global_count)
+    q, k, v, ids, tokens = make_inputs(
+        seq,
+        batch=1,
+        heads=2,
+        kv_heads=1,
+        value_dim=None if global_count else 4,
+        segments=segments,
+        global_tokens=global_count,
+    )
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
 

@@ -106,9 +106,9 @@ class AttentionLayer(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Return the output of the layer, before the residual sum. Attention does not cross segments."""
         positions, segment_ids = jnp.arange(x.shape[1]), boundaries.segment_ids
-        batch_axes = _batch_axes(shard, x.shape[0])
+        rows = batch_axes(shard, x.shape[0], "heads", "kv_heads")
         key_axis, _ = _key_head_axes(shard)
-        query_axes, key_axes = (batch_axes, "seq", "heads", "head_dim"), (batch_axes, "seq", key_axis, "head_dim")
+        query_axes, key_axes = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
         q = shard(self.local.queries(x, positions, shard), *query_axes)
         k, v = self._keys_values(x, positions, boundaries.tokens, shard)
         k, v = (shard(y, *key_axes) for y in (k, v))
@@ -116,13 +116,13 @@ class AttentionLayer(nnx.Module):
         inputs: list[Array] = [q, k, v]
         axes: list[CombinedAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:
-            inputs, axes = [*inputs, segment_ids], [*axes, (batch_axes, "seq")]
+            inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
         if self.config.global_tokens:
             count = min(self.config.global_tokens, x.shape[1])
             q_global = self.globals.queries(x[:, :count], positions[:count], shard)
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
-            axes += [(batch_axes, None, "heads", "head_dim"), key_axes, key_axes]
+            axes += [(rows, None, "heads", "head_dim"), key_axes, key_axes]
         with jax.named_scope(ATTENTION_OUTPUT):
             mixed = shard.map(self._local_attention(segment_ids is not None, shard), axes, query_axes)(*inputs)
         out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
@@ -229,17 +229,15 @@ def _without_prefix(prefix: str, specs: dict[str, Parameter]) -> dict[str, Param
     return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
 
 
-def _batch_axes(shard: Shard, batch: int) -> Axis:
+def batch_axes(shard: Shard, batch: int, *head_axes: str) -> Axis:
     """Return the logical axes that shard the batch dimension during attention: `batch`, or `batch` and `embed`.
 
     If the residual stream is sharded, the projections are summed over the mesh axes of `embed`, and all devices along
     these axes would compute the same attention. Sharding the batch over these axes divides the work among them. This
-    requires that the mesh axes of `embed` shard no heads, and that the batch is divisible.
+    requires that the mesh axes of `embed` shard no heads (the logical axes `head_axes`), and that the batch is
+    divisible.
     """
-    free = not set(shard.activation_mesh_axes("embed")) & {
-        *shard.activation_mesh_axes("heads"),
-        *shard.activation_mesh_axes("kv_heads"),
-    }
+    free = not set(shard.activation_mesh_axes("embed")) & {m for a in head_axes for m in shard.activation_mesh_axes(a)}
     divisible = (
         free
         and shard.shard_count("embed") > 1

@@ -270,6 +270,16 @@ class Block(ABC):
         """Return whether it is attention with wide blocks, if the kernel is splash attention (`WIDE_BLOCK`)."""
         return False
 
+    def lane_padding(self, context: BlockContext, lanes: int) -> float:
+        """Return the ratio of padded to actual FLOPs of its work outside products with parameters.
+
+        By default, this is the `padding_ratio` of its first saved activation with a name that is not such a product.
+        """
+        activations = self.saved_activations(context)
+        return next(
+            (padding_ratio(a.tensor.shape, lanes) for a in activations if a.name is not None and not a.product), 1.0
+        )
+
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return (activation, positions) for each activation that it reads from other shards of the sequence.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,6 +68,45 @@ class RopeStretch:
     low: float = 1.0
     high: float = 4.0
     context: int = 8192
+
+
+@dataclass
+class Yarn:
+    """Lowers rotary frequencies, for contexts longer than the `context` that a model was first trained on (YaRN).
+
+    A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
+    `high` turns keep their frequency, and those in between are interpolated by their number. A `factor` of 1 changes
+    nothing (arXiv 2309.00071).
+
+    Args:
+        factor: Ratio of the contexts.
+        low: Number of turns below which a pair is stretched, `beta_slow` in DeepSeek's code.
+        high: Number of turns above which a pair keeps its frequency, `beta_fast` in DeepSeek's code.
+        context: Number of positions of the first training.
+        mscale: Slope s of the amplitude of rotated channels, relative to that of `mscale_all_dim`. The amplitude is
+            1 + 0.1 s ln(factor).
+        mscale_all_dim: Slope s of the factor (1 + 0.1 s ln(factor)) ** 2 of all logits.
+    """
+
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 32.0
+    context: int = 4096
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of the rotated channels of queries and keys."""
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of all logits."""
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    def _magnitude(self, slope: float) -> float:
+        return 1.0 + 0.1 * slope * math.log(self.factor)
 
 
 class AttentionImpl(Enum):

@@ -9,6 +9,7 @@ attention's projections (compiler estimates, experiments/LOG.md).
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.ops.choices import RopeStretch
+from valkyrie.ops.choices import RopeStretch, Yarn
 
 NO_STRETCH = RopeStretch()
 """The default `stretch` of `rotate`, which leaves the frequencies unchanged."""
@@ -27,12 +28,12 @@ def rotate(
     positions: Int[Array, "batch seq"] | Int[Array, " seq"],
     theta: float,
     backend: str | None = None,
-    stretch: RopeStretch = NO_STRETCH,
+    stretch: RopeStretch | Yarn = NO_STRETCH,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate queries or keys by their positions, in x's dtype. Angles and products are float32.
 
-    `stretch` lowers the low frequencies (Llama 3.1, arXiv 2407.21783). `backend` (cpu, gpu, tpu) is the platform
-    that will run the computation, by default JAX's default backend. Raises ValueError for an odd head_dim.
+    `stretch` lowers the low frequencies (Llama 3.1, arXiv 2407.21783, or YaRN). `backend` (cpu, gpu, tpu) is the
+    platform that will run the computation, by default JAX's default backend. Raises ValueError for an odd head_dim.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
@@ -43,23 +44,42 @@ def rotate(
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if stretch.factor != 1:
-        frequencies = _stretch_frequencies(frequencies, stretch)
+        unstretched_share = (
+            _unstretched_share_by_pair(half, theta, stretch)
+            if isinstance(stretch, Yarn)
+            else _unstretched_share_by_turns(frequencies, stretch)
+        )
+        frequencies = frequencies * (unstretched_share + (1 - unstretched_share) / stretch.factor)
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[..., None, :]
-    cos, sin = (jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
+    amplitude = stretch.amplitude if isinstance(stretch, Yarn) else 1.0
+    cos, sin = (amplitude * jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
     by_product = get_platform(backend or jax.default_backend()).rotates_by_product
     return _rotate_pairs(_rotate_half_by_product if by_product else _rotate_half, x, cos, sin)
 
 
-def _stretch_frequencies(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
-    """Lower the frequencies (radians per position) of pairs with fewer than `high` turns over the original context."""
+def _unstretched_share_by_turns(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
+    """Return the weight of each pair's own frequency (radians per position): 1 above `high` turns, 0 below `low`."""
     turns = stretch.context * frequencies / (2 * jnp.pi)
-    unstretched_share = jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
-    return frequencies * (unstretched_share + (1 - unstretched_share) / stretch.factor)
+    return jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
+
+
+def _unstretched_share_by_pair(half: int, theta: float, yarn: Yarn) -> Float[Array, " half"]:
+    """Return the weight of each pair's own frequency: linear in its number between `high` and `low` turns."""
+
+    def pair_number(turns: float) -> float:
+        return half * math.log(yarn.context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(pair_number(yarn.high)), 0)
+    last = min(math.ceil(pair_number(yarn.low)), 2 * half - 1)
+    return 1 - jnp.clip((jnp.arange(half) - first) / max(last - first, 0.001), 0, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotate_pairs(rotate_half, x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate `x` by the angles with these cosines and sines. The backward pass is the inverse rotation."""
+    """Rotate `x` by the angles with these cosines and sines, times their amplitude.
+
+    The backward pass is the inverse rotation, times the same amplitude.
+    """
     return (x.astype(jnp.float32) * cos + rotate_half(x).astype(jnp.float32) * sin).astype(x.dtype)
 
 

@@ -316,7 +316,7 @@ class MemoryEstimator:
         layouts, total = self.layouts, np.zeros(len(self.layouts))
         data_axes = [axis for axis in layouts.stored_axes("embed") if axis in layouts.data_axes]
         for activation in self.run.model.working_activations():
-            if activation.product and "head_dim" in activation.tensor.axes:
+            if activation.product and {"heads", "kv_heads"} & {*activation.tensor.axes}:
                 total = total + self._bytes(replace(activation, name=None))
         return total * np.where(layouts.is_split_twice("embed"), layouts.axes_size(data_axes), 0)
 

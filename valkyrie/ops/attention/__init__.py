@@ -41,7 +41,7 @@ __all__ = [
 def attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads value_dim"],
     *,
     window: int | None,
     causal: bool = True,
@@ -52,7 +52,7 @@ def attention(
     backend: str | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute softmax attention within a sliding window, in q's dtype.
 
     Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32.
@@ -62,7 +62,7 @@ def attention(
     Args:
         q: Queries.
         k: Keys.
-        v: Values.
+        v: Values. Their channels may differ in number from those of the keys, except with `global_tokens`.
         window: Number of keys that a causal query sees, including its own. Without `causal`, a query sees as many on
             each side, 2 * window - 1 in total. None for full attention.
         causal: Mask the keys after each query.
@@ -76,7 +76,9 @@ def attention(
     """
     pattern = _check_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
-    request = AttentionRequest(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
+    request = AttentionRequest(
+        pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None, v.shape[-1]
+    )
     impl = choose_implementation(impl, backend, q.shape[1], request)
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
@@ -102,6 +104,8 @@ class AttentionRequest(NamedTuple):
     head_dim: int
     has_segments: bool
     has_global_tokens: bool
+    value_dim: int | None = None
+    """Channels of a value, or None if there are `head_dim`."""
 
 
 def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: AttentionRequest) -> AttentionImpl:
@@ -154,6 +158,9 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:
         return "cuDNN does not support a soft cap of the logits"
+    if request.value_dim not in (None, request.head_dim):
+        # TODO: cuDNN 9.10 supports this on Hopper and newer GPUs, with up to 256 channels. Test it there, and allow it.
+        return f"values have {request.value_dim} channels, unlike keys ({request.head_dim})"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"cuDNN supports multiples of 8 up to 128 as head_dim, not {request.head_dim}"
     return None

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int
 
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.gpu import is_lowering_for_chip
-from valkyrie.ops.attention.pattern import Keys, Pattern, Queries
+from valkyrie.ops.attention.pattern import Keys, Outputs, Pattern, Queries, Values
 from valkyrie.ops.attention.reference import reference_attention
 
 MIN_DOCUMENTS, TOKENS_PER_DOCUMENT = 8, 128
@@ -79,13 +79,13 @@ def _example_error() -> float:
     segments = jnp.asarray([[0] * 100 + [1] * 27 + [2] * 129, [0] * 50 + [1] * 206], jnp.int32)
     pattern = Pattern(window=None, causal=True)
 
-    def refuse(q: Queries, k: Keys, v: Keys) -> Queries:
+    def refuse(q: Queries, k: Keys, v: Values) -> Outputs:
         return jnp.full_like(q, jnp.nan)
 
-    def by_cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
+    def by_cudnn(q: Queries, k: Keys, v: Values) -> Outputs:
         return cudnn_attention(q, k, v, pattern=pattern, segments=segments, fallback=refuse)
 
-    def by_definition(q: Queries, k: Keys, v: Keys) -> Queries:
+    def by_definition(q: Queries, k: Keys, v: Values) -> Outputs:
         return reference_attention(q, k, v, pattern=pattern, segment_ids=segments, global_tokens=None)
 
     results = []
@@ -142,12 +142,12 @@ def _batch_rows(
 def cudnn_attention(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     *,
     pattern: Pattern,
     segments: Int[Array, "batch seq"] | None,
-    fallback: Callable[[Queries, Keys, Keys], Queries],
-) -> Queries:
+    fallback: Callable[[Queries, Keys, Values], Outputs],
+) -> Outputs:
     """Compute attention with cuDNN. The dilation must be 1.
 
     Args:
@@ -176,7 +176,7 @@ def cudnn_attention(
 
     _support_batches_of_documents()
 
-    def packed(q: Queries, k: Keys, v: Keys) -> Any:
+    def packed(q: Queries, k: Keys, v: Values) -> Any:
         return kernel.dot_product_attention(
             *(q, k, v),
             q_seqlen=lengths,

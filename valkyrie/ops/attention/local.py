@@ -25,8 +25,10 @@ from valkyrie.ops.attention.pattern import (
     KeyBlock,
     KeyRange,
     Keys,
+    Outputs,
     Pattern,
     Queries,
+    Values,
     heads_first,
     heads_last,
     joint_attention,
@@ -53,8 +55,8 @@ class LocalOptions(NamedTuple):
 
 
 def local_attention(
-    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, options: LocalOptions, key_range: KeyRange
-) -> Queries:
+    q: Queries, k: Keys, v: Values, *, pattern: Pattern, options: LocalOptions, key_range: KeyRange
+) -> Outputs:
     """Return attention of queries to the keys around them.
 
     `key_range.keys_before` must be a multiple of the dilation.
@@ -79,8 +81,8 @@ def local_attention(
 
 
 def _dilated_attention(
-    q: Queries, k: Keys, v: Keys, pattern: Pattern, options: LocalOptions, key_range: KeyRange
-) -> Queries:
+    q: Queries, k: Keys, v: Values, pattern: Pattern, options: LocalOptions, key_range: KeyRange
+) -> Outputs:
     """Compute dilated attention as windowed attention among the positions that are equal modulo the dilation."""
     dilation, global_keys = pattern.dilation, key_range.global_keys
     assert isinstance(key_range.keys_before, int) and key_range.keys_before % dilation == 0
@@ -118,8 +120,8 @@ def pick_chunk_size(window: int | None, seq: int) -> int:
 
 
 def chunked_attention(
-    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, chunk_size: int | None = None
-) -> Queries:
+    q: Queries, k: Keys, v: Values, *, pattern: Pattern, key_range: KeyRange, chunk_size: int | None = None
+) -> Outputs:
     """Compute attention for chunks of `chunk_size` queries, one after another, with memory linear in the length.
 
     Each chunk reads only the keys in the windows of its queries. Without a window, or if the windows of a chunk can
@@ -164,12 +166,12 @@ class _Window(NamedTuple):
     """
 
     k: Float[Array, "batch width kv_heads head_dim"]
-    v: Float[Array, "batch width kv_heads head_dim"]
+    v: Float[Array, "batch width kv_heads value_dim"]
     is_valid: Bool[Array, "batch width"]
     segments: Int[Array, "batch width"] | None
 
 
-def _prepare_all_keys(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunk_count: int, chunk_size: int):
+def _prepare_all_keys(k: Keys, v: Values, pattern: Pattern, key_range: KeyRange, chunk_count: int, chunk_size: int):
     """Return the query positions of each chunk, and a function that builds a chunk's `KeyBlock` with all keys.
 
     The scan over chunks passes the positions to the function.
@@ -186,7 +188,7 @@ def _prepare_all_keys(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, c
     return key_range.keys_before + jnp.arange(chunk_count * chunk_size).reshape(chunk_count, chunk_size), make_key_block
 
 
-def _prepare_window_keys(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunk_count: int, chunk_size: int):
+def _prepare_window_keys(k: Keys, v: Values, pattern: Pattern, key_range: KeyRange, chunk_count: int, chunk_size: int):
     """Return the keys in each chunk's windows, and a function that builds a chunk's `KeyBlock` from them.
 
     The scan over chunks passes the keys to the function.

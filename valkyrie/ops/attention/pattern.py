@@ -24,6 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 Queries = Float[Array, "batch seq heads head_dim"]
 Keys = Float[Array, "batch keys kv_heads head_dim"]
+Values = Float[Array, "batch keys kv_heads value_dim"]
+Outputs = Float[Array, "batch seq heads value_dim"]
 
 
 class GlobalTokens(NamedTuple):
@@ -77,7 +79,7 @@ class KeyBlock(NamedTuple):
     """A block of keys and values. `mask` is True where a row sees a key; it broadcasts to (batch, rows, keys)."""
 
     k: Float[Array, "batch kv_heads keys head_dim"]
-    v: Float[Array, "batch kv_heads keys head_dim"]
+    v: Float[Array, "batch kv_heads keys value_dim"]
     mask: Bool[Array, "#batch rows keys"]
 
 
@@ -129,7 +131,7 @@ def joint_attention(
     blocks: Sequence[KeyBlock],
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
-) -> Float[Array, "batch kv_heads group rows head_dim"]:
+) -> Float[Array, "batch kv_heads group rows value_dim"]:
     """Return attention with one softmax over all blocks, in q's dtype. Logits and sums are float32.
 
     With `axis_names` (inside `jax.shard_map`), each shard passes its blocks for the same rows, and the softmax is over

@@ -15,12 +15,12 @@ from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, apply_soft_cap
 def reference_attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads value_dim"],
     *,
     pattern: Pattern,
     segment_ids: Int[Array, "batch seq"] | None = None,
     global_tokens: GlobalTokens | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Return attention in q's dtype, computed with one full matrix of logits per head (two with global tokens)."""
     positions = jnp.arange(q.shape[1])
     row, column = positions[:, None], positions[None, :]
@@ -46,10 +46,10 @@ def reference_attention(
 def _masked_attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads value_dim"],
     mask: Bool[Array, "#batch seq seq"],
     soft_cap: float | None,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     batch, seq, heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim)
     logits = jnp.einsum("bikgd,bjkd->bkgij", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
@@ -57,4 +57,4 @@ def _masked_attention(
     weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1)
     weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
     out = jnp.einsum("bkgij,bjkd->bikgd", weights, v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, seq, heads, head_dim).astype(q.dtype)
+    return out.reshape(batch, seq, heads, v.shape[3]).astype(q.dtype)

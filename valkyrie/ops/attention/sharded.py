@@ -25,14 +25,14 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import LocalOptions, chunked_attention, local_attention
-from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern
+from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern, Values
 from valkyrie.ops.choices import AttentionImpl
 
 
 def sharded_attention(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads value_dim"],
     *,
     axis_names: tuple[str, ...],
     window: int | None,
@@ -45,7 +45,7 @@ def sharded_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Return this shard's part of `attention` over an evenly sharded sequence. Call it inside `jax.shard_map`.
 
     `axis_names` are the mesh axes that shard the sequence, major axis first, and `seq` is the length of a shard. The
@@ -99,7 +99,7 @@ def sharded_attention(
 def _full_splash_attention(
     q: Array,
     k: Keys,
-    v: Keys,
+    v: Values,
     pattern: Pattern,
     options: LocalOptions,
     key_range: KeyRange,
@@ -150,7 +150,7 @@ def _exchange_halves(x: Array, axis_names: tuple[str, ...], shard_count: int, in
     return jnp.concatenate(parts, axis=1)
 
 
-def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, ...]) -> tuple[Array, Array, KeyRange]:
+def _gather_keys(k: Keys, v: Values, key_range: KeyRange, axis_names: tuple[str, ...]) -> tuple[Array, Array, KeyRange]:
     """Return the keys and values of all shards, and `key_range` with the segments of all keys."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
     if key_range.query_segments is not None:
@@ -159,7 +159,7 @@ def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, .
 
 
 def _extend_keys(
-    k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shard_count: int
+    k: Keys, v: Values, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shard_count: int
 ) -> tuple[Array, Array, KeyRange]:
     """Return (keys, values, key range) of this shard, extended by the neighbours' keys within the window."""
     batch, seq = k.shape[:2]

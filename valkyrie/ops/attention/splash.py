@@ -28,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
-from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Pattern, Queries, apply_soft_cap
+from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Outputs, Pattern, Queries, Values, apply_soft_cap
 from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH, WIDE_BLOCK
 
 LANES = 128
@@ -58,8 +58,8 @@ MAX_KEY_PARTS = 8
 
 
 def splash_window(
-    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
-) -> Queries:
+    q: Queries, k: Keys, v: Values, *, pattern: Pattern, key_range: KeyRange, interpret: bool = False
+) -> Outputs:
     """Compute attention on one device with splash attention. The dilation must be 1.
 
     Attention to `key_range.global_keys` is computed separately and merged by log-sum-exp.
@@ -93,13 +93,13 @@ class QueryChunks(NamedTuple):
 def splash_causal_shard(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     *,
     chunks: QueryChunks,
     key_range: KeyRange,
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Queries:
+) -> Outputs:
     """Compute full causal attention of one shard's queries to the keys of all shards with splash attention.
 
     The first key is at position 0. If a shard has more than one chunk, their length must be a whole number of blocks
@@ -203,12 +203,12 @@ def _run_kernels(
     options: dict[str, Any],
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segments: splash.SegmentIds | None,
     global_keys: GlobalKeys | None,
     padded_rows: int,
     padded_keys: int,
-) -> Queries:
+) -> Outputs:
     """Pad queries and keys, run the kernels, and merge their output with attention over the global keys."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
@@ -362,10 +362,10 @@ def _merged_attention(
     masks: _MaskTables,
     q: Float[Array, "heads rows head_dim"],
     k: Float[Array, "kv_heads keys head_dim"],
-    v: Float[Array, "kv_heads keys head_dim"],
+    v: Float[Array, "kv_heads keys value_dim"],
     segments: Any,
     global_part: _GlobalPart | None,
-) -> Float[Array, "heads rows head_dim"]:
+) -> Float[Array, "heads rows value_dim"]:
     """Run the kernels and merge their output with the given attention over the global keys, if any."""
     return _merged_attention_forward(options, masks, q, k, v, segments, global_part)[0]
 

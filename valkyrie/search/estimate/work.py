@@ -9,7 +9,7 @@ from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.models import LayeredModel
-from valkyrie.models.block import Block, BlockContext, SavedActivation, padding_ratio
+from valkyrie.models.block import Block, BlockContext, SavedActivation
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -230,8 +230,7 @@ def _mixing(
     exchanged_halves = tuple(block.exchanged_halves(context)) if platform.attention == "splash" else ()
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
-    if named_activations:
-        flops *= padding_ratio(named_activations[0].tensor.shape, platform.lanes)
+    flops *= block.lane_padding(context, platform.lanes)
     if block.uses_wide_blocks(context, seq):
         flops *= platform.wide_attention_cost
     return Mixing(
