@@ -22,9 +22,9 @@ from valkyrie.checkpoint import Checkpoints
 from valkyrie.cli.convert import main
 from valkyrie.config.arguments import load_run, parse_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import model_settings, to_config_json
 from valkyrie.convert.load import import_folder
 from valkyrie.convert.save import export_run
+from valkyrie.convert.settings import model_settings, to_config_json
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.ending import EXIT_INTERRUPTED
@@ -34,6 +34,7 @@ from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
+CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense"]
 VOCAB = 300
 
 

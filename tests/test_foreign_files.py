@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from valkyrie.convert.architectures import model_settings
 from valkyrie.convert.folder import Weights
+from valkyrie.convert.settings import model_settings
 from valkyrie.data.files import list_paths, read_files
 from valkyrie.data.manifest import open_dataset
 from valkyrie.data.prepare import prepare

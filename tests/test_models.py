@@ -95,6 +95,7 @@ VARIANTS = {
     ),
     "capped_globals": (*ATTENTION, "model.attention.global_tokens=3", "model.attention.soft_cap=0.5"),
     "qk_norm": (*ATTENTION, "model.attention.qk_norm=true", "model.attention.global_tokens=2"),
+    "qk_norm_over_all_heads": (*ATTENTION, "model.attention.qk_norm=true", "model.attention.qk_norm_span=all_heads"),
     "parallel": ("model.residual=parallel", "model.feed_forward_after=[attention]"),
     "untied_relu2": ("model.tie_embeddings=false", "model.feed_forward=relu2"),
 }

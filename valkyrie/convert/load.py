@@ -16,9 +16,10 @@ from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
 from valkyrie.checkpoint.contents import PARAMETERS_ONLY
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import Setting, find_architecture, model_settings
+from valkyrie.convert.architectures import find_architecture
 from valkyrie.convert.folder import CONFIG_FILE, Weights, copy_other_files, describe_tensors
 from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, tensor_slices
+from valkyrie.convert.settings import Setting, model_settings
 from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_identity
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
@@ -70,7 +71,7 @@ def import_folder(
     assert isinstance(run.model, Stack)
     has_prefix = architecture.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
     prefix = GPT2_PREFIX if has_prefix else ""
-    slices_by_parameter = tensor_slices(run.model, prefix)
+    slices_by_parameter = tensor_slices(run.model, architecture.top_level_tensors, architecture.layer_tensors, prefix)
     tensor_shapes = {
         tensor_slice.name: tensor_slice.tensor_shape
         for slices in slices_by_parameter.values()
@@ -268,17 +269,15 @@ def _save_checkpoint(
 
 
 def _load_parameter(weights: Weights, slices: Sequence[TensorSlice]) -> Any:
-    """Return a parameter as a JAX array on the host, with its layers stacked.
+    """Return a parameter as a JAX array on the host, with its layers and experts stacked.
 
     Its dtype is the smallest that represents all its tensors exactly.
     """
     import jax
     import numpy as np
 
-    if slices[0].layer is None:
-        value = slices[0].from_tensor(weights.read(slices[0].name))
-    else:
-        value = np.empty((len(slices), *slices[0].shape), weights.dtype(tensor_slice.name for tensor_slice in slices))
-        for i, tensor_slice in enumerate(slices):
-            value[i] = tensor_slice.from_tensor(weights.read(tensor_slice.name))
+    leading_sizes = tuple(last + 1 for last in slices[-1].index)
+    value = np.empty((*leading_sizes, *slices[0].shape), weights.dtype(tensor_slice.name for tensor_slice in slices))
+    for tensor_slice in slices:
+        value[tensor_slice.index] = tensor_slice.from_tensor(weights.read(tensor_slice.name))
     return jax.device_put(value, jax.local_devices(backend="cpu")[0])

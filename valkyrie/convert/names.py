@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from valkyrie.models.block import Layer
 from valkyrie.models.stack import Stack
 
 
@@ -16,7 +17,8 @@ class TensorLocation:
     """The tensor that stores a parameter.
 
     Args:
-        name: name of the tensor, with `{}` for the layer number.
+        name: name of the tensor, with `{}` for the layer number, and a second `{}` for the number of the expert if each
+            expert has a tensor.
         transposed: whether the input and output dimensions are in the opposite order to the parameter's.
         flat: whether the tensor flattens the parameter's dimensions, such as heads and head_dim, to one.
         third: which third of the tensor's last dimension stores the parameter, or None if all of it does.
@@ -39,8 +41,8 @@ LAYER_TENSORS = {
     "mixer.local.query": TensorLocation("model.layers.{}.self_attn.q_proj.weight", transposed=True),
     "mixer.local.key": TensorLocation("model.layers.{}.self_attn.k_proj.weight", transposed=True),
     "mixer.local.value": TensorLocation("model.layers.{}.self_attn.v_proj.weight", transposed=True),
-    "mixer.local.query_norm.scale": TensorLocation("model.layers.{}.self_attn.q_norm.weight"),
-    "mixer.local.key_norm.scale": TensorLocation("model.layers.{}.self_attn.k_norm.weight"),
+    "mixer.local.query_norm.scale": TensorLocation("model.layers.{}.self_attn.q_norm.weight", flat=True),
+    "mixer.local.key_norm.scale": TensorLocation("model.layers.{}.self_attn.k_norm.weight", flat=True),
     "mixer.local.query_bias": TensorLocation("model.layers.{}.self_attn.q_proj.bias", flat=True),
     "mixer.local.key_bias": TensorLocation("model.layers.{}.self_attn.k_proj.bias", flat=True),
     "mixer.local.value_bias": TensorLocation("model.layers.{}.self_attn.v_proj.bias", flat=True),
@@ -51,6 +53,22 @@ LAYER_TENSORS = {
     "feed_forward.down": TensorLocation("model.layers.{}.mlp.down_proj.weight"),
 }
 """Llama's tensor names in a layer, also used by the other architectures except GPT-2."""
+
+
+def expert_tensors(block: str, up: str, gate: str, down: str) -> dict[str, TensorLocation]:
+    """Return the tensors of a mixture whose experts have a tensor for each matrix. `block` is the module's name."""
+    expert = f"model.layers.{{}}.{block}.experts.{{}}"
+    return {
+        "moe.router": TensorLocation(f"model.layers.{{}}.{block}.gate.weight", transposed=True),
+        "moe.up": TensorLocation(f"{expert}.{up}.weight", transposed=True),
+        "moe.gate": TensorLocation(f"{expert}.{gate}.weight", transposed=True),
+        "moe.down": TensorLocation(f"{expert}.{down}.weight"),
+    }
+
+
+MIXTRAL_EXPERTS = expert_tensors("block_sparse_moe", up="w3", gate="w1", down="w2")
+QWEN_EXPERTS = expert_tensors("mlp", up="up_proj", gate="gate_proj", down="down_proj")
+"""Tensor names of the experts, also used by OLMoE."""
 
 GPT2_TOP_LEVEL_TENSORS = {
     "embedding": TensorLocation("wte.weight"),
@@ -89,11 +107,11 @@ DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One layer of a parameter, or a parameter without layers, and the tensor that stores it.
+    """One layer of a parameter, one expert of a layer, or a parameter without layers, and the tensor that stores it.
 
     Args:
         parameter: name of the parameter.
-        layer: index in the parameter's leading axis, or None if the parameter has no axis for layers.
+        index: indices in the parameter's leading axes, layers and experts, or () for a parameter without these.
         name: name of the tensor.
         location: how the tensor stores the parameter.
         shape: shape of this part of the parameter.
@@ -101,7 +119,7 @@ class TensorSlice:
     """
 
     parameter: str
-    layer: int | None
+    index: tuple[int, ...]
     name: str
     location: TensorLocation
     shape: tuple[int, ...]
@@ -140,37 +158,49 @@ class TensorSlice:
         return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
 
 
-def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return a dict from the name of each parameter to its `TensorSlice` objects, one per layer in layer order.
+def tensor_slices(
+    model: Stack,
+    top_level_tensors: Mapping[str, TensorLocation],
+    layer_tensors: Mapping[str, TensorLocation],
+    prefix: str = "",
+) -> dict[str, list[TensorSlice]]:
+    """Return the `TensorSlice` objects of each parameter by its name, in the order of layers and experts.
 
-    `prefix` is prepended to all tensor names except those that start with `lm_head.`.
+    Args:
+        model: the model.
+        top_level_tensors: locations of the parameters outside of layers, by name.
+        layer_tensors: locations of the parameters in a layer, by name in the layer. Names of a feed-forward begin with
+            its name in `feed_forward_pattern`.
+        prefix: prepended to all tensor names except those that start with `lm_head.`.
     """
     slices_by_parameter: dict[str, list[TensorSlice]] = {}
-    layers = dict(_layer_numbers(model))
-    top_level_tensors, layer_tensors = (
-        (GPT2_TOP_LEVEL_TENSORS, GPT2_LAYER_TENSORS) if model.family == "gpt2" else (TOP_LEVEL_TENSORS, LAYER_TENSORS)
-    )
+    layers = {name: (layer, numbers) for name, layer, numbers in _stacked_layers(model)}
     for name, parameter in model.parameters().items():
         if name in top_level_tensors:
             location, shape = top_level_tensors[name], parameter.shape
             row_count = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
             tensor = location.name if location.name.startswith("lm_head.") else prefix + location.name
-            slices_by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, row_count)]
+            slices_by_parameter[name] = [TensorSlice(name, (), tensor, location, shape, row_count)]
             continue
         segment, block, name_in_layer = name.split(".", 2)
-        location, numbers = layer_tensors[name_in_layer], layers[f"{segment}.{block}"]
-        shape = parameter.shape[1:]
+        layer, numbers = layers[f"{segment}.{block}"]
+        location = layer_tensors[name_in_layer.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)]
+        leading_sizes = parameter.shape[: location.name.count("{}")]
+        shape = parameter.shape[len(leading_sizes) :]
         slices_by_parameter[name] = [
-            TensorSlice(name, i, prefix + location.name.format(number), location, shape, shape[0])
-            for i, number in enumerate(numbers)
+            TensorSlice(
+                name, index, prefix + location.name.format(numbers[index[0]], *index[1:]), location, shape, shape[0]
+            )
+            for index in np.ndindex(leading_sizes)
         ]
     return slices_by_parameter
 
 
-def _layer_numbers(model: Stack) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name prefix of each stacked block, such as `segment_0.block_1`, and the numbers of its layers."""
+def _stacked_layers(model: Stack) -> Iterator[tuple[str, Layer, list[int]]]:
+    """Yield the name prefix of each stacked layer, such as `segment_0.block_1`, the layer, and the layers' numbers."""
     first_number = 0
     for i, (group, repeats) in enumerate(model.segments()):
-        for j in range(len(group)):
-            yield f"segment_{i}.block_{j}", [first_number + repeat * len(group) + j for repeat in range(repeats)]
+        for j, layer in enumerate(group):
+            numbers = [first_number + repeat * len(group) + j for repeat in range(repeats)]
+            yield f"segment_{i}.block_{j}", layer, numbers
         first_number += repeats * len(group)

@@ -18,7 +18,7 @@ from valkyrie.checkpoint.location import all_steps_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import find_architecture, model_settings, to_config_json
+from valkyrie.convert.architectures import find_architecture
 from valkyrie.convert.folder import (
     CONFIG_FILE,
     DTYPES,
@@ -29,6 +29,7 @@ from valkyrie.convert.folder import (
 )
 from valkyrie.convert.load import ORIGINALS_FOLDER, PREFIX_FILE
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
+from valkyrie.convert.settings import model_settings, to_config_json
 from valkyrie.data.tokenizer_json import tokenizer_json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors
@@ -68,11 +69,13 @@ def export_run(
     step, path = _find_checkpoint(run_folder, step)  # last, because it reads the whole checkpoint
     field = "ema" if _has_average(run, path) else "parameters"
     slices_by_tensor: dict[str, list[TensorSlice]] = {}
-    for slices in tensor_slices(run.model, _tensor_prefix(run_folder, run)).values():
+    architecture, prefix = find_architecture(config), _tensor_prefix(run_folder, run)
+    parameter_slices = tensor_slices(run.model, architecture.top_level_tensors, architecture.layer_tensors, prefix)
+    for slices in parameter_slices.values():
         for tensor_slice in slices:
             slices_by_tensor.setdefault(tensor_slice.name, []).append(tensor_slice)
     shapes = {name: slices[0].tensor_shape for name, slices in slices_by_tensor.items()}
-    say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
+    say(f"{architecture.name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
     with _lock_empty_folder(folder):
         write_folder(
@@ -133,14 +136,10 @@ class _ParameterReader:
         for name in names - self._parameters.keys():
             self._parameters[name] = read_array(self._path, self._field, name)
         parts = [
-            tensor_slice.to_tensor(_select_layer(self._parameters[tensor_slice.parameter], tensor_slice))
+            tensor_slice.to_tensor(self._parameters[tensor_slice.parameter][tensor_slice.index])
             for tensor_slice in slices
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-
-
-def _select_layer(array: np.ndarray, tensor_slice: TensorSlice) -> np.ndarray:
-    return array if tensor_slice.layer is None else array[tensor_slice.layer]
 
 
 def _tensor_prefix(run_folder: Path, run: Run) -> str:
@@ -189,9 +188,11 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
     new_config = to_config_json(run.model)
     if original_config.get("architectures") == new_config["architectures"]:
         known_entries = {key: value for key, value in new_config.items() if key in original_config}
-        # Keys that the original omits, such as rope_theta, are added only if their defaults would give another model.
-        if model_settings(original_config | known_entries) == model_settings(original_config | new_config):
-            new_config = known_entries
+        # Keys that the original writes otherwise or omits are changed only if they would give another model.
+        for entries in ({}, known_entries):
+            if model_settings(original_config | entries) == model_settings(original_config | new_config):
+                new_config = entries
+                break
     return original_config | new_config | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 

@@ -18,6 +18,7 @@ from valkyrie.ops.choices import (
     WIDE_BLOCK,
     AttentionImpl,
     Bias,
+    NormSpan,
     RopeStretch,
 )
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
@@ -36,7 +37,10 @@ class Attention(Block):
         rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
         bias: Projections that have a bias.
         rope_stretch: Slows down rotary frequencies for long contexts.
-        qk_norm: Normalise each query and key before rotation, with a learned scale (Qwen 3, OLMo 2, Gemma 3).
+        qk_norm: Normalise queries and keys before rotation, with a learned scale.
+        qk_norm_span: Channels that the norms average over: of each head (Qwen 3, Gemma 3) or of all heads (OLMo 2,
+            OLMoE).
+        qk_norm_epsilon: Epsilon of the query and key norms.
         impl: Implementation of attention.
         soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 50); null: no bound.
     """
@@ -52,6 +56,8 @@ class Attention(Block):
     rope_stretch: RopeStretch = field(default_factory=RopeStretch)
     bias: Bias = Bias.none
     qk_norm: bool = False
+    qk_norm_span: NormSpan = NormSpan.head
+    qk_norm_epsilon: float = 1e-6
     soft_cap: float | None = None
     impl: AttentionImpl = AttentionImpl.auto
 
@@ -100,6 +106,7 @@ class Attention(Block):
             text = f"{key}.dilations={self.dilations}: list at least one dilation, each 1 or more."
             problems.append(Problem(ProblemCode.malformed, f"{key}.dilations", self.dilations, text))
         problems += check_range(f"{key}.global_tokens", self.global_tokens, least=0)
+        problems += check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
         problems += check_range(f"{key}.rope_theta", self.rope_theta, above=0, otherwise="null for no rotation")
         stretch = self.rope_stretch
         if not (stretch.factor >= 1 and 0 < stretch.low < stretch.high and stretch.context > 0):
@@ -130,8 +137,9 @@ class Attention(Block):
                 key_bias = weight("kv_heads", "head_dim", group="vector")
                 weights |= {f"{prefix}.{name}_bias": key_bias for name in ("key", "value")}
             if self.qk_norm:
-                scale = weight("head_dim", group="vector")
-                weights |= {f"{prefix}.{name}_norm.scale": scale for name in ("query", "key")}
+                for name, heads in (("query", "heads"), ("key", "kv_heads")):
+                    axes = ("head_dim",) if self.qk_norm_span is NormSpan.head else (heads, "head_dim")
+                    weights[f"{prefix}.{name}_norm.scale"] = weight(*axes, group="vector")
         return weights
 
     def variant(self, context: BlockContext) -> Hashable:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, CombinedAxes, Parameter, Shard
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import BlockContext
-from valkyrie.models.layers import Boundaries, RMSNorm, add_bias, normal, parameter, project
+from valkyrie.models.layers import Boundaries, add_bias, normal, parameter, project, unit_mean_square
 from valkyrie.ops.attention import (
     GlobalStep,
     GlobalTokens,
@@ -26,9 +26,6 @@ from valkyrie.ops.attention import (
 from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias
 from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
-
-QK_NORM_EPSILON = 1e-6
-"""Epsilon of the query and key norms, as in Qwen 3, OLMo 2 and Gemma 3."""
 
 
 class Projections(nnx.Module):
@@ -51,8 +48,10 @@ class Projections(nnx.Module):
                 for name in ("query_bias", "key_bias", "value_bias")
             )
         if block.qk_norm:
-            norm = partial(RMSNorm, block.head_dim, QK_NORM_EPSILON, numerics=numerics, axis="head_dim")
-            self.query_norm, self.key_norm = norm(), norm()
+            self.query_norm, self.key_norm = (
+                ProjectionNorm(specs[f"{name}_norm.scale"], block.qk_norm_epsilon, numerics=numerics)
+                for name in ("query", "key")
+            )
 
     def queries(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
@@ -78,6 +77,18 @@ class Projections(nnx.Module):
 
     def _rotate(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
         return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
+
+
+class ProjectionNorm(nnx.Module):
+    """Root-mean-square normalisation of queries or keys over the axes of `spec`, a learned scale, in float32."""
+
+    def __init__(self, spec: Parameter, epsilon: float, *, numerics: Numerics) -> None:
+        self.scale = parameter(spec, jnp.ones(spec.shape), numerics)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*rows heads head_dim"]) -> Float[Array, "*rows heads head_dim"]:
+        scale = self.scale[...].astype(jnp.float32)
+        return (unit_mean_square(x, self.epsilon, tuple(range(-scale.ndim, 0))) * scale).astype(x.dtype)
 
 
 class AttentionLayer(nnx.Module):

@@ -123,13 +123,10 @@ def uniform(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32.
+    """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32."""
 
-    `axis` is the logical axis that it normalises, of length `width`.
-    """
-
-    def __init__(self, width: int, epsilon: float, *, numerics: Numerics, axis: str = "embed") -> None:
-        self.scale = nnx.Param(jnp.ones((width,), numerics.parameter), logical_axes=(axis,))
+    def __init__(self, width: int, epsilon: float, *, numerics: Numerics) -> None:
+        self.scale = nnx.Param(jnp.ones((width,), numerics.parameter), logical_axes=("embed",))
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
@@ -164,10 +161,10 @@ class LayerNorm(nnx.Module):
         return (unit_mean_square(centred, self.epsilon) * scale + bias).astype(x.dtype)
 
 
-def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Array, "*rows width"]:
-    """Return `x` with unit mean square over its last axis, in float32."""
+def unit_mean_square(x: Float[Array, "..."], epsilon: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
+    """Return `x` with unit mean square over `axes`, in float32."""
     x_f32 = x.astype(jnp.float32)
-    return x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
+    return x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=axes, keepdims=True) + epsilon)
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:

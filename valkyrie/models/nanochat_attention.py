@@ -44,8 +44,7 @@ class NanochatAttention(Attention):
                 f"{key}.global_tokens={self.global_tokens}: nanochat has no global tokens. Use {key}.global_tokens=0."
             )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.global_tokens", self.global_tokens, text))
-        problems += check_range(f"{key}.qk_gain", self.qk_gain, above=0)
-        return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
+        return problems + check_range(f"{key}.qk_gain", self.qk_gain, above=0)
 
     def has_value_embedding(self, context: BlockContext) -> bool:
         """Return whether this layer has a table of value embeddings.

@@ -56,6 +56,13 @@ class Bias(Enum):
     all = "all"
 
 
+class NormSpan(Enum):
+    """Channels that a query or key norm averages over: those of one head (`head`), or of all heads (`all_heads`)."""
+
+    head = "head"
+    all_heads = "all_heads"
+
+
 @dataclass
 class RopeStretch:
     """Lowers rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).
