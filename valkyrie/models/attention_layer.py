@@ -80,13 +80,13 @@ class Projections(nnx.Module):
 
 
 class ProjectionNorm(nnx.Module):
-    """Root-mean-square normalisation of queries or keys over the axes of `spec`, a learned scale, in float32."""
+    """Root-mean-square normalisation of a projection over the axes of `spec`, a learned scale, in float32."""
 
     def __init__(self, spec: Parameter, epsilon: float, *, numerics: Numerics) -> None:
         self.scale = parameter(spec, jnp.ones(spec.shape), numerics)
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "*rows heads head_dim"]) -> Float[Array, "*rows heads head_dim"]:
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         scale = self.scale[...].astype(jnp.float32)
         return (unit_mean_square(x, self.epsilon, tuple(range(-scale.ndim, 0))) * scale).astype(x.dtype)
 

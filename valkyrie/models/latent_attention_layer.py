@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, CombinedAxes, Shard
-from valkyrie.models.attention_layer import batch_axes
+from valkyrie.models.attention_layer import ProjectionNorm, batch_axes
 from valkyrie.models.block import BlockContext
 from valkyrie.models.latent_attention import LatentAttention
-from valkyrie.models.layers import Boundaries, RMSNorm, normal, parameter, project
+from valkyrie.models.layers import Boundaries, normal, parameter, project
 from valkyrie.ops.attention import attention, sharded_attention
 from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, joint_attention
 from valkyrie.ops.choices import ATTENTION_OUTPUT
@@ -51,16 +51,16 @@ class LatentAttentionLayer(nnx.Module):
 
     def __init__(self, block: LatentAttention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         self.block, self.numerics = block, numerics
-        matrices = {name: spec for name, spec in block.parameters(context).items() if spec.group == "matrix"}
+        specs = block.parameters(context)
+        matrices = {name: spec for name, spec in specs.items() if spec.group == "matrix"}
         out_deviation = (2 * context.layers * block.heads * block.value_dim) ** -0.5
         for (name, spec), weight_key in zip(matrices.items(), jax.random.split(key, len(matrices)), strict=True):
             deviation = out_deviation if name == "out" else spec.shape[0] ** -0.5
-            # The projection to the latent has the name of its result, as its norm does.
             setattr(self, name, parameter(spec, normal(weight_key, spec.shape, deviation), numerics))
-        norm = partial(RMSNorm, epsilon=LATENT_NORM_EPSILON, numerics=numerics)
-        self.latent_norm = norm(block.latent, axis="latent")
+        norm = partial(ProjectionNorm, epsilon=LATENT_NORM_EPSILON, numerics=numerics)
+        self.latent_norm = norm(specs["latent_norm.scale"])
         if block.query_latent is not None:
-            self.query_latent_norm = norm(block.query_latent, axis="query_latent")
+            self.query_latent_norm = norm(specs["query_latent_norm.scale"])
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
