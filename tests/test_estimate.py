@@ -67,7 +67,7 @@ def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
     run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)
     work = step_work(run)
-    flops = sum(2.0 * p.k * p.n * p.components * p.count for p in work.products)
+    flops = sum(2.0 * p.k * p.n * p.components * p.rows_per_token * p.count for p in work.products)
     flops += sum(mixing.flops * mixing.count for mixing in work.mixing)
     head = 2.0 * run.model.embed * run.model.vocab_rows
     assert flops + head == pytest.approx(run.model.flops_per_token(run.config.seq), rel=1e-9)

@@ -20,7 +20,9 @@ from helpers import (
 from valkyrie.axes import UNSHARDED
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
+from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.models.block import BlockContext
+from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
 from valkyrie.models.moe import Dispatch, MoE, RouterScores
@@ -29,7 +31,10 @@ from valkyrie.ops.experts import grouped_linear
 from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
+from valkyrie.search.estimate.efficiency import chip_efficiency
+from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.estimate.work import step_work
+from valkyrie.train.memory import saved_bytes
 
 EMBED, BATCH, SEQ = 8, 2, 12
 
@@ -254,8 +259,63 @@ def test_estimates_include_the_time_to_send_tokens_to_experts():
     work = step_work(run)
     (sent,) = [mixing for mixing in work.mixing if mixing.dispatched]
     assert sent.dispatched_axes == ("experts",) and sent.dispatched[0].tensor.shape[2:] == (run.model.embed,)
-    products = {product.name: product.count for product in work.products}
+    products = {product.name: product.count * product.rows_per_token for product in work.products}
     assert products["up"] == products["down"] == run.model.layers * run.model.moe.top_k
+
+
+def estimate(*overrides):
+    """Return the estimated parts of a step of moe_tiny on v5e-8, in seconds."""
+    run = parse_run(["mode=show", "model=moe_tiny", "target=v5e-8", "mesh=2x2x2", "batch=256", *overrides])
+    return estimate_runs([run], chip_efficiency(run.config.target.chip))[0]
+
+
+def test_estimated_memory_of_sorted_experts_counts_the_rows_of_all_devices_along_their_axis():
+    def saved(*overrides):
+        run = parse_run(["mode=show", "model=moe_tiny", "target=v5e-8", "mesh=2x2x2", "batch=256", *overrides])
+        return saved_bytes(run).device
+
+    split, gathered, dense = (
+        saved(*overrides)
+        for overrides in (
+            ["partition=fsdp_ep"],
+            ["partition=fsdp"],
+            ["partition=fsdp_ep", "model.moe.dispatch=dense", "model.moe.capacity_factor=1"],
+        )
+    )
+    assert split["up"] == 2 * gathered["up"] and split["down"] == 2 * gathered["down"]
+    assert dense["up"] == gathered["up"] and split["context"] == gathered["context"]
+
+
+def test_estimated_products_of_a_dense_dispatch_count_the_capacity_and_its_masks():
+    dense = ("model.moe.dispatch=dense", "partition=fsdp")
+    sorted_s, all_s, half_s = (
+        estimate(*overrides) for overrides in (["partition=fsdp"], [*dense, "model.moe.capacity_factor=null"], [*dense])
+    )
+    assert all_s["products"] > 1.5 * half_s["products"] > 1.5 * sorted_s["products"]
+    work = step_work(parse_run(["mode=show", "model=moe_tiny", *dense]))
+    (mixing,) = [each for each in work.mixing if each.dispatched]
+    assert mixing.dispatch == DispatchWork(mask_elements=8 * 40)  # 1.25 x 2/8 of 128 tokens
+    assert {p.rows_per_token for p in work.products if p.stack[0]} == {2.5}
+
+
+def test_estimates_include_sorts_and_gathers_of_rows():
+    (mixing,) = [each for each in step_work(parse_run(["mode=show", "model=moe_tiny"])).mixing if each.dispatched]
+    assert mixing.dispatch == DispatchWork(rows=2)
+    run = parse_run(["mode=show", "model=moe_tiny", "target=v5e-8"])
+    chip, rows = run.config.target.chip, 256 * 128 * 2 / 8
+    least_s = run.model.layers * 4 * gather_seconds(rows, 128, 2, chip)
+    assert least_s < estimate("partition=fsdp")["moving"] < estimate("partition=fsdp_ep")["moving"]
+    assert gather_seconds(rows, 256, 2, chip) > gather_seconds(rows, 128, 2, chip) > sort_seconds(rows, chip)
+    gpu = parse_run(["mode=show", "model=moe_tiny", "target=h100-8"]).config.target.chip
+    assert gather_seconds(rows, 128, 2, gpu) < gather_seconds(rows, 128, 2, chip)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_products_of_shared_experts_have_their_own_names(shared):
+    run = parse_run(["mode=show", "model=moe_tiny", f"model.moe.shared_experts={shared}"])
+    products = {product.name: product for product in step_work(run).products}
+    assert products["gate"].stack == ("experts", 8) and products["shared_gate"].stack == (None, 1)
+    assert not products["shared_down"].is_needed_backward and products["down"].is_needed_backward
 
 
 def test_flops_count_active_experts_and_memory_counts_all():

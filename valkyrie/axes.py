@@ -124,13 +124,13 @@ class Parameter(Tensor):
         output_first: for a matrix, whether its first dimension is the output and the others together are the input. If
             false, the first is the input and the others are the output.
         matrices_per_token: for a stack of matrices along the first dimension (after `layers`), such as experts, the
-            number of them that a token is multiplied by. None for a single matrix.
+            mean number of them that a token is multiplied by, including empty rows. None for a single matrix.
     """
 
     group: str = "matrix"
     float32: bool = False
     output_first: bool = False
-    matrices_per_token: int | None = None
+    matrices_per_token: float | None = None
 
     @property
     def stack_dims(self) -> int:

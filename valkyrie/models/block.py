@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
 from valkyrie.extensions import refuse_earlier_names
 from valkyrie.hooks import check_hooks
+from valkyrie.models.dispatch import DispatchWork
 from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Weight(NamedTuple):
     group: str
     float32: bool
     output_first: bool
-    matrices_per_token: int | None
+    matrices_per_token: float | None
 
 
 class ActivationSpec(NamedTuple):
@@ -74,6 +75,7 @@ class ActivationSpec(NamedTuple):
     product: bool
     result: bool
     needed_for: str | None
+    gathered_along: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class SavedActivation:
         never_recomputed: Whether they are saved under every remat policy.
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
             Otherwise None.
+        gathered_along: A dispatched axis (`Block.dispatches`) if a device has the rows of all devices along the mesh
+            axes that split it and the tokens. Otherwise None.
     """
 
     tensor: Tensor
@@ -101,6 +105,7 @@ class SavedActivation:
     product: bool = False
     never_recomputed: bool = False
     needed_for: str | None = None
+    gathered_along: str | None = None
 
 
 def weight(
@@ -108,7 +113,7 @@ def weight(
     group: str = "matrix",
     float32: bool = False,
     output_first: bool = False,
-    matrices_per_token: int | None = None,
+    matrices_per_token: float | None = None,
 ) -> Weight:
     """Declare a parameter.
 
@@ -117,8 +122,7 @@ def weight(
         group: Optimizer group, one of `valkyrie.axes.PARAMETER_GROUPS`.
         float32: Store it in float32 under every precision policy.
         output_first: Whether its first dimension is an output of the product, instead of an input.
-        matrices_per_token: For a stack of matrices along the first dimension, such as experts, the number of them that
-            a token is multiplied by. None for a single matrix.
+        matrices_per_token: See `Parameter`.
     """
     return Weight(dims, group, float32, output_first, matrices_per_token)
 
@@ -140,6 +144,7 @@ def saved(
     product: bool = False,
     result: bool = False,
     needed_for: str | None = None,
+    gathered_along: str | None = None,
 ) -> ActivationSpec:
     """Declare activations of shape (batch, seq, *dims).
 
@@ -151,10 +156,10 @@ def saved(
         float32: Whether they are float32 instead of the compute dtype.
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
         result: Whether they are the output of the block. The block's own backward pass does not need them.
-        needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
-            Otherwise None.
+        needed_for: See `SavedActivation`.
+        gathered_along: See `SavedActivation`.
     """
-    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
+    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for, gathered_along)
 
 
 _EARLIER_NAMES = {
@@ -302,6 +307,10 @@ class Block(ABC):
         """
         return []
 
+    def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
+        """Return the work to send tokens along `dispatches` and back, other than collectives."""
+        return DispatchWork()
+
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that `saves` declares, with the lengths of their axes.
 
@@ -317,6 +326,7 @@ class Block(ABC):
                 name=s.name,
                 product=s.product,
                 needed_for=needed_for if s.result else s.needed_for,
+                gathered_along=s.gathered_along,
             )
             for s in self.saves(context)
         ]

@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
-from valkyrie.axes import BATCH, SEQ, Size
-from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, tensor, weight
+from valkyrie.axes import BATCH, EXPERTS, SEQ, Size
+from valkyrie.models.block import (
+    ActivationSpec,
+    Block,
+    BlockContext,
+    SavedActivation,
+    Weight,
+    saved,
+    tensor,
+    weight,
+)
+from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.problems import Problem, check_range
 
@@ -119,10 +130,10 @@ class MoE(Block):
         Shared experts have shape (embed, shared_experts, mlp). The router is never split over experts, because every
         device needs the scores of all of them.
         """
-        weights = {"router": weight("embed", self.experts, float32=True)}
+        weights, rows = {"router": weight("embed", self.experts, float32=True)}, self.rows_per_token
         for name in self.matrix_names:
             is_down = name == "down"
-            weights[name] = weight("experts", "embed", "mlp", output_first=is_down, matrices_per_token=self.top_k)
+            weights[name] = weight("experts", "embed", "mlp", output_first=is_down, matrices_per_token=rows)
             if self.shared_experts:
                 weights[f"shared_{name}"] = weight("embed", self.shared_experts, "mlp", output_first=is_down)
         return weights
@@ -149,25 +160,32 @@ class MoE(Block):
     @property
     def rows_per_token(self) -> float:
         """Rows of all experts, including empty slots of their buffers under `dense`, per token."""
-        # TODO: under `sorted`, n devices that split the experts have n times as many rows each, most of them unused.
         if self.dispatch is Dispatch.sorted:
             return float(self.top_k)
         factor = math.inf if self.capacity_factor is None else self.capacity_factor
         return float(min(self.experts, self.top_k * factor))
 
+    def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
+        if self.dispatch is Dispatch.sorted:
+            return DispatchWork(rows=self.top_k)
+        return DispatchWork(mask_elements=self.experts * self.capacity(seq))
+
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs, with one row per assignment of a token to an expert.
 
-        The masks of `dispatch=dense` are not included.
+        Under `sorted`, a device has the rows of all devices that split its experts' axis, most of them unused. The
+        masks of `dense` are not included.
         """
         # TODO: the masks have experts * capacity elements per token, which depends on the sequence length.
+        is_sorted = self.dispatch is Dispatch.sorted
+        row = partial(saved, gathered_along=EXPERTS if is_sorted else None)
         rows = self.rows_per_token
         products = ("up", "gate") if self.kind.is_gated else ("up",)
-        activations = [saved("mlp", name=name, count=rows, product=True) for name in products]
+        activations = [row("mlp", name=name, count=rows, product=True) for name in products]
         activations += [
-            saved("embed", name="down", count=rows, product=True),
-            saved("mlp", count=2 * rows),
-            saved("embed", count=rows),
+            row("embed", name="down", count=rows, product=True),
+            row("mlp", count=2 * rows),
+            row("embed", count=rows),
         ]
         for name in products if self.shared_experts else ():
             activations.append(saved(self.shared_experts, "mlp", name=f"shared_{name}", product=True))

@@ -192,6 +192,13 @@ class Candidates:
         reserved = self._reserved_axes(spec)
         return tuple(m for axis in spec.axes for m in self.gathered_axes(axis) if m not in reserved)
 
+    def gathered_copies(self, dispatched: str | None) -> np.ndarray:
+        """Return the number of devices whose tokens a device gathers before it uses parameters with a dispatched axis.
+
+        These are the devices along the mesh axes that split the dispatched axis and the tokens.
+        """
+        return self.axes_size(tuple(m for m in self.stored_axes(dispatched) if m in self.data_axes))
+
     def _reserved_axes(self, spec: Parameter) -> frozenset[str]:
         """Return the mesh axes that split a parameter's dispatched axis, and so no other (`reserve_dispatched`)."""
         dispatched = self.arrays.dispatched_axes.intersection(spec.axes)

@@ -18,6 +18,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.models.block import SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
@@ -74,7 +75,7 @@ class StepEstimator:
         self, work: StepWork, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: CollectiveModel
     ) -> None:
         self.work, self.layouts = work, layouts
-        self.efficiency, self.network = efficiency, network
+        self.efficiency, self.network, self.chip = efficiency, network, chip
         self.memory = MemoryEstimator(work.run, layouts, chip)
         peak = max(chip.peak_tflops.get(name, 0.0) for name in ("bfloat16", work.run.config.precision.compute.value))
         self.peak_flops = peak * 1e12 / chip.devices
@@ -100,6 +101,7 @@ class StepEstimator:
         )
         mixing, (hbm_bytes, host_bytes) = self._mixing_seconds(remat), self._moved_bytes(remat)
         moving = hbm_bytes / self.hbm_bandwidth * self.layer_share
+        moving = moving + self.layer_share * self._dispatch_work_seconds(remat)
         compute_s = products + mixing + moving
         launches = [
             (1 + BACKWARD_FLOPS_RATIO + a) * p.count for a, p in zip(recompute_flags, self.work.products, strict=True)
@@ -140,16 +142,32 @@ class StepEstimator:
         return [product.count * self._forward_seconds(product) for product in self.work.products]
 
     def _forward_seconds(self, product: Product) -> np.ndarray:
-        k, n = float(product.k), float(product.n)
+        k, n, matrices = float(product.k), float(product.n), self._local_matrices(product)
         for axis, length in product.input_axes:
             k = k / self.layouts.count_parts(axis, "used", length)
         for axis, length in product.output_axes:
             n = n / self.layouts.count_parts(axis, "used", length)
         passes = self.efficiency.float32_passes if product.float32 else 1.0
-        return product.components * passes * self._matmul_seconds(self.local_tokens, np.asarray(k), np.asarray(n))
+        rows = self._local_rows(product)
+        if product.stack[0] is not None:  # the rows of each matrix fill whole tiles
+            rows = rows + matrices * self.efficiency.tile / 2
+        return product.components * passes * self._matmul_seconds(rows, np.asarray(k), np.asarray(n), matrices)
 
-    def _matmul_seconds(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Return the seconds of a [rows, k] x [k, n] matmul.
+    def _local_matrices(self, product: Product) -> np.ndarray:
+        """Return the number of matrices of a stack on a device, or 1 for a single matrix."""
+        axis, count = product.stack
+        return count / self.layouts.count_parts(axis, "used", count)
+
+    def _local_rows(self, product: Product) -> np.ndarray:
+        """Return the rows that a device multiplies in a microbatch, if all matrices of a stack have equally many."""
+        layouts = self.layouts
+        other_axes = tuple(m for m in layouts.used_axes(product.stack[0]) if m not in layouts.data_axes)
+        return self.local_tokens * product.rows_per_token / layouts.axes_size(other_axes)
+
+    def _matmul_seconds(
+        self, rows: np.ndarray, k: np.ndarray, n: np.ndarray, matrices: np.ndarray | float = 1.0
+    ) -> np.ndarray:
+        """Return the seconds of a [rows, k] x [k, n] matmul, or of groups of rows with `matrices` such matrices.
 
         The matrix unit works on whole tiles. Operands and results of more than `Efficiency.on_chip_bytes` move through
         HBM, and the share `Efficiency.unhidden_loads` of that time does not overlap with the multiplications.
@@ -158,7 +176,11 @@ class StepEstimator:
         padded = _tile_utilisation(k, e.tile) * _tile_utilisation(n, e.tile)
         multiply_s = (flops + e.half_rate_flops) / (self.peak_flops * e.products * padded)
         lanes, itemsize = self.work.lanes, self.work.itemsize
-        array_bytes = (itemsize * rows * _round_up(k, lanes), itemsize * k * n, itemsize * rows * _round_up(n, lanes))
+        array_bytes = (
+            itemsize * rows * _round_up(k, lanes),
+            itemsize * k * n * matrices,
+            itemsize * rows * _round_up(n, lanes),
+        )
         hbm_bytes = _sum_arrays(np.where(size > e.on_chip_bytes, size, 0.0) for size in array_bytes)
         load_s = hbm_bytes / self.hbm_bandwidth
         return np.maximum(multiply_s + e.unhidden_loads * load_s, load_s)
@@ -204,6 +226,26 @@ class StepEstimator:
         }
         excess = [self._sequence_excess(mixing) for mixing in self.work.mixing]
         return amounts | {"flops": [n * factor for n, factor in zip(amounts["flops"], excess, strict=True)]}
+
+    def _dispatch_work_seconds(self, remat: RematConfig) -> np.ndarray:
+        """Return the seconds of sorts, gathers of rows and products with masks in a microbatch (`DispatchWork`).
+
+        The backward pass repeats the gathers, and computes three products with masks instead of two.
+        """
+        layouts, e, seconds = self.layouts, self.efficiency, np.zeros(len(self.layouts))
+        width = self.work.embed / layouts.count_parts("embed", "used", self.work.embed)
+        for mixing in self.work.mixing:
+            work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
+            if work.rows:
+                (axis,) = mixing.dispatched_axes
+                rows = self.local_tokens * work.rows * layouts.gathered_copies(axis)
+                gather_s = gather_seconds(rows, width, self.work.itemsize, self.chip)
+                sort_s = sort_seconds(rows, self.chip)
+                seconds += mixing.count * (2 * forward_passes * (gather_s + sort_s) + 2 * gather_s)
+            mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
+            mask_s = mask_flops / (self.peak_flops * e.products) / _tile_utilisation(width, e.tile)
+            seconds += mixing.count * (2 * forward_passes + 3) * mask_s
+        return seconds
 
     def _sequence_excess(self, mixing: Mixing) -> np.ndarray:
         """Return the attention scores of the slowest shard of a causal sequence, relative to an equal share of them.
@@ -252,6 +294,7 @@ class StepEstimator:
             elements = activation.count * count * self.local_tokens
             for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 elements = elements * length / self.layouts.count_parts(axis, "active", length)
+            elements = elements * self.layouts.gathered_copies(activation.gathered_along)
             elements = elements * padding_ratio(activation.tensor.shape, self.work.lanes)
             bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
         return bytes_by_activation
@@ -306,10 +349,11 @@ class StepEstimator:
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
         outputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.output_axes]
         itemsize = 4 if product.float32 else self.work.itemsize
-        operand_bytes = self.local_tokens * itemsize * product.components
+        rows = self.local_tokens * product.rows_per_token * layouts.gathered_copies(product.gathered_along)
+        operand_bytes = rows * itemsize * product.components
         for axis, n, _, _ in inputs:
             operand_bytes = operand_bytes * n / layouts.count_parts(axis, "used", n)
-        result_bytes = self.local_tokens * itemsize * product.components
+        result_bytes = rows * itemsize * product.components
         for axis, n, _, _ in outputs:
             result_bytes = result_bytes * n / layouts.count_parts(axis, "used", n)
         gather_axes = [m for _, _, active, used in inputs for m in active if m not in used]

@@ -10,6 +10,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import Block, BlockContext, SavedActivation
+from valkyrie.models.dispatch import DispatchWork
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -28,12 +29,15 @@ class Product:
 
     Args:
         input_axes, output_axes: Logical axes of the operand and of the result, with their lengths.
-        count: Number of layers, times the matrices per token (`Parameter.matrices_per_token`).
+        count: Number of layers.
         components: Real numbers per element of the parameter: 1, or 2 if complex.
         float32: Whether it is computed in float32.
         operand_key: Key of the operand. Matmuls with the same key read the same activations.
         name: Name of the result in remat policies, or None if it has none.
         is_needed_backward: Whether the backward pass needs the result if no activation of the block was saved.
+        stack: Logical axis and number of matrices that each multiply some of the tokens, such as experts, or (None, 1).
+        rows_per_token: Mean number of these matrices that a token is multiplied by, including empty rows.
+        gathered_along: The axis of the stack if a device has the rows of all devices along it (`SavedActivation`).
     """
 
     input_axes: tuple[tuple[str, int], ...]
@@ -44,6 +48,9 @@ class Product:
     operand_key: tuple[object, ...]
     name: str | None
     is_needed_backward: bool
+    stack: tuple[str | None, int] = (None, 1)
+    rows_per_token: float = 1.0
+    gathered_along: str | None = None
 
     @property
     def k(self) -> int:
@@ -80,6 +87,7 @@ class Mixing:
             (`Block.exchanged_halves`).
         dispatched_axes: Logical axes along which tokens are sent to parameters, such as experts (`Block.dispatches`).
         dispatched: Activations that are sent along them (`Block.dispatched_activations`).
+        dispatch: Other work to send tokens along them.
     """
 
     flops: float
@@ -93,6 +101,7 @@ class Mixing:
     exchanged_halves: tuple[SavedActivation, ...]
     dispatched_axes: tuple[str, ...] = ()
     dispatched: tuple[SavedActivation, ...] = ()
+    dispatch: DispatchWork = DispatchWork()
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,7 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
                 is_result_unused = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
                 block_products = _products(block, context, repeats, (i, context.number, j), is_result_unused)
                 products += block_products
-                product_flops = sum(2.0 * p.k * p.n * p.components * (p.count / repeats) for p in block_products)
+                product_flops = sum(2.0 * p.k * p.n * p.components * p.rows_per_token for p in block_products)
                 mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, platform))
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / flops_per_pass
@@ -166,15 +175,19 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
 def _products(
     block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], is_result_unused: bool
 ) -> list[Product]:
-    """Return the matmuls of a block. Each is matched by size to a saved activation and takes its name.
+    """Return the matmuls of a block. Each is matched to a saved activation and takes its name.
+
+    A match is the activation with the name of the parameter or, if there is none, one of the same size.
 
     With `is_result_unused`, the backward pass does not read the result of the block.
     """
-    unmatched = [
-        pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
-    ]
-    products = []
-    for parameter in block.parameters(context).values():
+    parameters, products = block.parameters(context), []
+    pairs_by_name = {
+        (s.name or i): (s, a)
+        for i, (s, a) in enumerate(zip(block.saves(context), block.saved_activations(context), strict=True))
+        if s.product
+    }
+    for name, parameter in parameters.items():
         matrix_dims = zip(parameter.axes[parameter.stack_dims :], parameter.shape[parameter.stack_dims :], strict=True)
         pairs = [(a, n) for a, n in matrix_dims if a is not None]
         if parameter.group not in _PRODUCT_GROUPS or len(pairs) < 2:
@@ -182,26 +195,34 @@ def _products(
         first_axis, other_axes = tuple(pairs[:1]), tuple(pairs[1:])
         input_axes, output_axes = (other_axes, first_axis) if parameter.output_first else (first_axis, other_axes)
         length = math.prod(n for _, n in output_axes)
-        match = next((pair for pair in unmatched if math.prod(pair[1].tensor.shape[2:]) == length), None)
-        if match is not None:
-            unmatched.remove(match)
+        unnamed = (
+            key
+            for key, pair in pairs_by_name.items()
+            if key not in parameters and math.prod(pair[1].tensor.shape[2:]) == length
+        )
+        match = pairs_by_name.pop(name if name in pairs_by_name else next(unnamed, None), None)
         stacked = math.prod(parameter.shape[: parameter.stack_dims])
         components = parameter.size // stacked // math.prod(n for _, n in pairs)
-        per_token = 1 if parameter.matrices_per_token is None else parameter.matrices_per_token
-        operand_key = (*block_key, tuple(axis for axis, _ in input_axes), parameter.group)
-        name, is_needed_backward = (
+        is_stack = parameter.matrices_per_token is not None
+        operand_key = (*block_key, tuple(axis for axis, _ in input_axes), parameter.group, is_stack)
+        result_name, is_needed_backward = (
             (None, True) if match is None else (match[0].name, not (is_result_unused and match[0].result))
         )
         products.append(
             Product(
                 input_axes,
                 output_axes,
-                count * per_token,
+                count,
                 components,
                 parameter.float32,
                 operand_key,
-                name,
+                result_name,
                 is_needed_backward,
+                (parameter.axes[parameter.stack_dims - 1], parameter.shape[parameter.stack_dims - 1])
+                if is_stack
+                else (None, 1),
+                parameter.matrices_per_token or 1.0,
+                None if match is None else match[1].gathered_along,
             )
         )
     return products
@@ -245,4 +266,5 @@ def _mixing(
         exchanged_halves,
         block.dispatches,
         tuple(block.dispatched_activations(context)),
+        block.dispatch_work(context, seq),
     )

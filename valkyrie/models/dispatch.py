@@ -1,0 +1,17 @@
+"""Work to send tokens to parameters such as experts, besides collectives and products with the parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class DispatchWork(NamedTuple):
+    """Work of a forward pass to send tokens to parameters and back, such as experts. All numbers are per token.
+
+    Args:
+        rows: Rows that are sorted twice by the numbers of their experts, and gathered by index there and back.
+        mask_elements: Elements of a one-hot mask, which two products multiply with the stream.
+    """
+
+    rows: float = 0.0
+    mask_elements: float = 0.0
