@@ -34,7 +34,7 @@ from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
-CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense"]
+CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "deepseek_v2", "deepseek_v2_yarn"]
 VOCAB = 300
 
 

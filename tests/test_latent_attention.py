@@ -43,7 +43,7 @@ def attend_by_hand(block: LatentAttention, module, x) -> np.ndarray:
         positions = jnp.arange(SEQ)
         return np.asarray(rotate(jnp.asarray(y)[:, :, None], positions, block.rope_theta, stretch=block.yarn))[:, :, 0]
 
-    matrices = ("query", "latent", "rope_key", "key", "value", "out")
+    matrices = (block.query_name, "latent", "rope_key", "key", "value", "out")
     query, latent, rope_key, key, value, out = (np.asarray(getattr(module, name)[...]) for name in matrices)
     x = np.asarray(x)
     query_input = x if block.query_latent is None else normalise(x @ np.asarray(module.query_latent[...]))

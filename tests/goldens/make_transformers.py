@@ -42,6 +42,30 @@ STRETCHED = {
 EXPERTS = LLAMA | {"intermediate_size": 20, "num_experts_per_tok": 2}
 OLMOE = EXPERTS | {"num_experts": 4, "pad_token_id": None, "eos_token_id": None}
 QWEN3_MOE = EXPERTS | {"head_dim": 16, "num_experts": 6, "moe_intermediate_size": 12, "num_experts_per_tok": 3}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 16,
+}
+DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -54,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 4}),
     "olmoe": ("Olmoe", OLMOE),
     "qwen3_moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "deepseek_v2": ("DeepseekV2", DEEPSEEK),
+    "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 20, "rope_parameters": YARN}),
     "qwen3_moe_dense": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
 }
 """Models by name: the prefix of their classes in transformers, and their settings."""

@@ -10,9 +10,11 @@ from typing import Any
 from valkyrie.convert.names import (
     GPT2_LAYER_TENSORS,
     GPT2_TOP_LEVEL_TENSORS,
+    LATENT_ATTENTION,
     LAYER_TENSORS,
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
+    SHARED_EXPERTS,
     TOP_LEVEL_TENSORS,
     TensorLocation,
 )
@@ -103,7 +105,12 @@ class Architecture:
     @property
     def has_experts(self) -> bool:
         """Whether layers have experts."""
-        return self.family == "moe"
+        return self.family in ("moe", "deepseek")
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention has latents of keys and values."""
+        return self.family == "deepseek"
 
     @property
     def is_gpt2(self) -> bool:
@@ -199,8 +206,42 @@ MIXTRAL, OLMOE, QWEN3_MOE = (
         layer_tensors=LAYER_TENSORS | QWEN_EXPERTS,
     ),
 )
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    family="deepseek",
+    size_keys={
+        **LLAMA.size_keys,
+        "attention.nope_dim": "qk_nope_head_dim",
+        "attention.rope_dim": "qk_rope_head_dim",
+        "attention.value_dim": "v_head_dim",
+        "attention.latent": "kv_lora_rank",
+        "moe.mlp": "moe_intermediate_size",
+        "moe.experts": "n_routed_experts",
+        "moe.top_k": "num_experts_per_tok",
+        "moe.shared_experts": "n_shared_experts",
+    },
+    other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    normalize_key="norm_topk_prob",
+    fixed_values={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+    },
+    default_only_settings=(
+        *(setting for setting in _DEFAULT_ONLY if not setting.startswith("attention.")),
+        "moe.normalize",
+        "moe.router",
+    ),
+    layer_tensors=LAYER_TENSORS | LATENT_ATTENTION | QWEN_EXPERTS | SHARED_EXPERTS,
+)
 ARCHITECTURES = {
-    architecture.name: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, OLMOE, QWEN3_MOE)
+    architecture.name: architecture
+    for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V2)
 }
 """The supported architectures, by class name."""
 

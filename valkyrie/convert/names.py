@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,19 @@ class TensorLocation:
         transposed: whether the input and output dimensions are in the opposite order to the parameter's.
         flat: whether the tensor flattens the parameter's dimensions, such as heads and head_dim, to one.
         third: which third of the tensor's last dimension stores the parameter, or None if all of it does.
+        parts: names in the layer of the parameters whose last dimensions the tensor concatenates, in this order. Empty
+            if it stores a single parameter.
+        pairs: name in the layer of a parameter. As many channels at the end of the last dimension as that parameter has
+            in its last dimension are rotated, and the tensor stores the two channels of a rotated pair next to each
+            other. None if it does not.
     """
 
     name: str
     transposed: bool = False
     flat: bool = False
     third: int | None = None
+    parts: tuple[str, ...] = ()
+    pairs: str | None = None
 
 
 TOP_LEVEL_TENSORS = {
@@ -69,6 +76,35 @@ def expert_tensors(block: str, up: str, gate: str, down: str) -> dict[str, Tenso
 MIXTRAL_EXPERTS = expert_tensors("block_sparse_moe", up="w3", gate="w1", down="w2")
 QWEN_EXPERTS = expert_tensors("mlp", up="up_proj", gate="gate_proj", down="down_proj")
 """Tensor names of the experts, also used by OLMoE."""
+
+_SELF_ATTENTION, _ROPE_KEY = "model.layers.{}.self_attn", "mixer.rope_key"
+
+
+def _latent_tensor(name: str, *parts: str, pairs: str | None = None) -> TensorLocation:
+    return TensorLocation(f"{_SELF_ATTENTION}.{name}.weight", transposed=True, parts=parts, pairs=pairs)
+
+
+LATENT_ATTENTION = {
+    "mixer.query_latent": _latent_tensor("q_a_proj"),
+    "mixer.query_latent_norm.scale": TensorLocation(f"{_SELF_ATTENTION}.q_a_layernorm.weight"),
+    "mixer.query": _latent_tensor("q_proj", pairs=_ROPE_KEY),
+    "mixer.expanded_query": _latent_tensor("q_b_proj", pairs=_ROPE_KEY),
+    "mixer.latent": _latent_tensor("kv_a_proj_with_mqa", "mixer.latent", _ROPE_KEY),
+    _ROPE_KEY: _latent_tensor("kv_a_proj_with_mqa", "mixer.latent", _ROPE_KEY, pairs=_ROPE_KEY),
+    "mixer.latent_norm.scale": TensorLocation(f"{_SELF_ATTENTION}.kv_a_layernorm.weight"),
+    "mixer.key": _latent_tensor("kv_b_proj", "mixer.key", "mixer.value"),
+    "mixer.value": _latent_tensor("kv_b_proj", "mixer.key", "mixer.value"),
+    "mixer.out": TensorLocation(f"{_SELF_ATTENTION}.o_proj.weight"),
+}
+"""Tensor names of latent attention."""
+
+SHARED_EXPERTS = {
+    f"moe.shared_{name}": TensorLocation(
+        f"model.layers.{{}}.mlp.shared_experts.{name}_proj.weight", transposed=name != "down"
+    )
+    for name in ("up", "gate", "down")
+}
+"""Tensor names of the shared experts. A tensor stores all of them."""
 
 GPT2_TOP_LEVEL_TENSORS = {
     "embedding": TensorLocation("wte.weight"),
@@ -116,6 +152,9 @@ class TensorSlice:
         location: how the tensor stores the parameter.
         shape: shape of this part of the parameter.
         row_count: number of rows of the parameter that the tensor stores. The remaining rows are padding.
+        start: first index of this part in the last dimension that the tensor concatenates (`TensorLocation.parts`).
+        total: length of that dimension, or None if the tensor stores a single part.
+        paired: number of rotated channels at the end of the last dimension, of which the tensor stores pairs.
     """
 
     parameter: str
@@ -124,38 +163,68 @@ class TensorSlice:
     location: TensorLocation
     shape: tuple[int, ...]
     row_count: int
+    start: int = 0
+    total: int | None = None
+    paired: int = 0
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor in the folder."""
-        *leading_sizes, last_size = self._part_shape
+        *leading_sizes, last_size = self._flattened(self._whole_shape)
         return (*leading_sizes, last_size * (1 if self.location.third is None else 3))
 
     @property
-    def _part_shape(self) -> tuple[int, ...]:
-        if len(self.shape) == 1 or self.location.flat:
-            return (math.prod(self.shape),)
-        matrix = (self.row_count, math.prod(self.shape[1:]))
+    def _whole_shape(self) -> tuple[int, ...]:
+        """Shape of the parameters that the tensor concatenates along the last dimension, or of this part alone."""
+        return (self.row_count, *self.shape[1:]) if self.total is None else (*self.shape[:-1], self.total)
+
+    def _flattened(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) == 1 or self.location.flat:
+            return (math.prod(shape),)
+        matrix = (shape[0], math.prod(shape[1:]))
         return matrix[::-1] if self.location.transposed else matrix
 
     def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a tensor of the folder to this part of the parameter. Padding is zero."""
         if self.location.third is not None:
             tensor = np.split(tensor, 3, axis=-1)[self.location.third]
-        matrix = (tensor.T if self.location.transposed else tensor).reshape(self.row_count, *self.shape[1:])
+        matrix = (tensor.T if self.location.transposed else tensor).reshape(self._whole_shape)
+        if self.total is not None:
+            matrix = matrix[..., self.start : self.start + self.shape[-1]]
+        matrix = matrix[..., self._channel_order] if self.paired else matrix
         if self.row_count == self.shape[0]:
             return matrix
         return np.concatenate([matrix, np.zeros((self.shape[0] - self.row_count, *self.shape[1:]), matrix.dtype)])
 
-    def to_tensor(self, part: np.ndarray) -> np.ndarray:
-        """Convert this part of a parameter to the layout of its tensor in the Hugging Face folder.
+    def to_rows(self, part: np.ndarray) -> np.ndarray:
+        """Return this part of a parameter without padding, with its channels in the order of the tensor."""
+        part = part[: self.row_count]
+        return part[..., np.argsort(self._channel_order)] if self.paired else part
 
-        For a tensor that fuses query, key and value, returns only the third that this part fills.
+    @property
+    def _channel_order(self) -> np.ndarray:
+        """Index in the tensor of each channel. The first channels of rotated pairs precede the second ones."""
+        first = self.shape[-1] - self.paired
+        rotated = np.arange(first, self.shape[-1]).reshape(-1, 2)
+        return np.concatenate([np.arange(first), rotated.T.reshape(-1)])
+
+    def to_tensor(self, rows: np.ndarray) -> np.ndarray:
+        """Convert the rows of all parts (`to_rows`) to the layout of the tensor in the Hugging Face folder.
+
+        For a tensor that fuses GPT-2's query, key and value, `rows` and the result are only one third.
         """
-        matrix = part[: self.row_count].reshape(
-            self._part_shape[::-1] if self.location.transposed else self._part_shape
-        )
+        shape = self._flattened(rows.shape)
+        matrix = rows.reshape(shape[::-1] if self.location.transposed else shape)
         return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
+
+
+def join_slices(slices: Sequence[TensorSlice], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the tensor that stores `parts` of parameters. `slices` are all slices that it stores."""
+    order = sorted(range(len(slices)), key=lambda i: (slices[i].location.third or 0, slices[i].start))
+    rows = [slices[i].to_rows(parts[i]) for i in order]
+    if slices[0].location.third is not None:
+        return np.concatenate([slices[0].to_tensor(third) for third in rows], axis=-1)
+    return slices[0].to_tensor(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1))
 
 
 def tensor_slices(
@@ -175,7 +244,8 @@ def tensor_slices(
     """
     slices_by_parameter: dict[str, list[TensorSlice]] = {}
     layers = {name: (layer, numbers) for name, layer, numbers in _stacked_layers(model)}
-    for name, parameter in model.parameters().items():
+    parameters = model.parameters()
+    for name, parameter in parameters.items():
         if name in top_level_tensors:
             location, shape = top_level_tensors[name], parameter.shape
             row_count = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
@@ -187,9 +257,21 @@ def tensor_slices(
         location = layer_tensors[name_in_layer.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)]
         leading_sizes = parameter.shape[: location.name.count("{}")]
         shape = parameter.shape[len(leading_sizes) :]
+        widths = {part: parameters[f"{segment}.{block}.{part}"].shape[-1] for part in location.parts}
+        start = sum(widths[part] for part in location.parts[: location.parts.index(name_in_layer)]) if widths else 0
+        total = sum(widths.values()) or None
+        paired = 0 if location.pairs is None else parameters[f"{segment}.{block}.{location.pairs}"].shape[-1]
         slices_by_parameter[name] = [
             TensorSlice(
-                name, index, prefix + location.name.format(numbers[index[0]], *index[1:]), location, shape, shape[0]
+                name,
+                index,
+                prefix + location.name.format(numbers[index[0]], *index[1:]),
+                location,
+                shape,
+                shape[0],
+                start,
+                total,
+                paired,
             )
             for index in np.ndindex(leading_sizes)
         ]

@@ -28,7 +28,7 @@ from valkyrie.convert.folder import (
     write_folder,
 )
 from valkyrie.convert.load import ORIGINALS_FOLDER, PREFIX_FILE
-from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
+from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, join_slices, tensor_slices
 from valkyrie.convert.settings import model_settings, to_config_json
 from valkyrie.data.tokenizer_json import tokenizer_json_path
 from valkyrie.models.stack import Stack
@@ -129,17 +129,13 @@ class _ParameterReader:
         self._parameters: dict[str, np.ndarray] = {}
 
     def read(self, slices: list[TensorSlice]) -> np.ndarray:
-        """Return the tensor that stores these slices: a single slice, or GPT-2's query, key and value concatenated."""
-        slices = sorted(slices, key=lambda tensor_slice: tensor_slice.location.third or 0)
+        """Return the tensor that stores these slices: one slice or several, such as GPT-2's query, key and value."""
         names = {tensor_slice.parameter for tensor_slice in slices}
         self._parameters = {name: array for name, array in self._parameters.items() if name in names}
         for name in names - self._parameters.keys():
             self._parameters[name] = read_array(self._path, self._field, name)
-        parts = [
-            tensor_slice.to_tensor(self._parameters[tensor_slice.parameter][tensor_slice.index])
-            for tensor_slice in slices
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        parts = [self._parameters[tensor_slice.parameter][tensor_slice.index] for tensor_slice in slices]
+        return join_slices(slices, parts)
 
 
 def _tensor_prefix(run_folder: Path, run: Run) -> str:

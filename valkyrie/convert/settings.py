@@ -8,6 +8,7 @@ from typing import Any
 
 from valkyrie.convert.architectures import (
     ARCHITECTURES,
+    DEEPSEEK_V2,
     GPT2,
     LLAMA,
     MISTRAL,
@@ -20,8 +21,9 @@ from valkyrie.convert.architectures import (
     Windows,
     find_architecture,
 )
+from valkyrie.convert.deepseek import deepseek_entries, deepseek_settings, unsupported_pattern, yarn_settings
 from valkyrie.models.block import DENSE
-from valkyrie.models.families import gpt, gpt2, moe
+from valkyrie.models.families import deepseek, gpt, gpt2, moe
 from valkyrie.ops.choices import Bias, NormSpan, RopeStretch
 from valkyrie.records import decode
 from valkyrie.trees import get_value, override_text
@@ -39,6 +41,10 @@ class _Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,9 @@ class _KeyTypes:
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool | None = None
+    q_lora_rank: int | None = None
+    first_k_dense_replace: int | None = None
     mlp_only_layers: list[int] | None = None
     decoder_sparse_step: int = 1
     max_window_layers: int = 0
@@ -68,7 +76,7 @@ class _KeyTypes:
     torch_dtype: str | None = None
 
 
-Setting = str | bool | int | float | list[int | None] | list[str]
+Setting = str | bool | int | float | None | list[int | None] | list[str]
 
 
 def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
@@ -91,8 +99,13 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     architecture_settings: dict[str, Setting] = {}
     if architecture.is_gpt2:
         architecture_settings["mlp"] = config.get("n_inner") or 4 * embed
+    elif architecture.has_latents:
+        rope, rope_refusals = _rope_settings(config, architecture)
+        latent, latent_refusals = deepseek_settings(config)
+        refusals += rope_refusals + latent_refusals
+        architecture_settings |= rope | latent
     else:
-        rope, rope_refusals = _rope_settings(config, architecture.rope_theta)
+        rope, rope_refusals = _rope_settings(config, architecture)
         windows, window_refusals = _window_settings(architecture, config)
         refusals += rope_refusals + window_refusals
         if architecture.qk_norm is not None:
@@ -110,7 +123,12 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
     if architecture.has_experts:
-        architecture_settings |= _expert_settings(architecture, config)
+        architecture_settings = _expert_settings(architecture, config) | architecture_settings
+    if not architecture.has_latents:
+        architecture_settings |= {
+            "attention.kv_heads": config.get("num_key_value_heads") or heads,
+            "attention.head_dim": config.get("head_dim") or embed // heads,
+        }
     epsilon, default = architecture.epsilon_entry
     return {
         **sizes,
@@ -118,8 +136,6 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         "feed_forward": architecture.activations[_activation_name(architecture, config)].value,
         "norm_epsilon": float(config.get(epsilon, default)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tie_word_embeddings)),
-        "attention.kv_heads": config.get("num_key_value_heads") or heads,
-        "attention.head_dim": config.get("head_dim") or embed // heads,
         **architecture_settings,
     }
 
@@ -132,7 +148,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
     if not isinstance(model, _EXPORTABLE) or type(model) not in _EXPORTABLE:
         raise ValueError(
             f"model.family={model.family} cannot be converted to one of {', '.join(ARCHITECTURES)}. Only "
-            "model.family=gpt, model.family=gpt2 and model.family=moe can."
+            f"{', '.join(f'model.family={family.family}' for family in _EXPORTABLE)} can."
         )
     architecture = _choose_architecture(model)
     if refusals := _unsupported_settings(model, architecture):
@@ -140,7 +156,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
             f"{', '.join(refusals)} cannot be converted: {architecture.name}, the closest Hugging Face architecture, "
             f"does not support {'it' if len(refusals) == 1 else 'them'}."
         )
-    nonlinearity = model.moe.kind if isinstance(model, moe.Config) else model.feed_forward
+    nonlinearity = model.moe.kind if isinstance(model, moe.Config | deepseek.Config) else model.feed_forward
     name = next(name for name, activation in architecture.activations.items() if activation is nonlinearity)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     config |= {key: get_value(model, setting) for setting, key in architecture.size_keys.items()}
@@ -148,6 +164,8 @@ def to_config_json(model: Stack) -> dict[str, object]:
     config["tie_word_embeddings"] = model.tie_embeddings
     if architecture.is_gpt2:
         return config | {"n_inner": None if model.mlp == 4 * model.embed else model.mlp}
+    if isinstance(model, deepseek.Config):
+        return config | deepseek_entries(model) | _expert_entries(architecture, model)
     attention = model.attention
     scaling = _rope_scaling(attention.rope_stretch)
     config |= {
@@ -185,6 +203,8 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
         if (bool(actual) if isinstance(value, bool) else actual) != value:
             refusals.append(f"{key}={override_text(actual)} is not supported")
     embed, heads = architecture.size_keys["embed"], architecture.size_keys["attention.heads"]
+    if architecture.has_latents:
+        return refusals
     if not config.get("head_dim") and config[embed] % max(config[heads], 1):
         refusals.append(
             f"{embed}={config[embed]} is not a multiple of {heads}={config[heads]}, and there is no head_dim"
@@ -192,12 +212,14 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
     return refusals
 
 
-_EXPORTABLE = (gpt.Config, gpt2.Config, moe.Config)
+_EXPORTABLE = (gpt.Config, gpt2.Config, moe.Config, deepseek.Config)
 """Families that can be converted to config.json."""
 
 
-def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config) -> Architecture:
-    """Return the architecture that is closest to a model, judging by its attention."""
+def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config | deepseek.Config) -> Architecture:
+    """Return the architecture that is closest to a model, judging by its attention and router."""
+    if isinstance(model, deepseek.Config):
+        return DEEPSEEK_V2
     if isinstance(model, gpt2.Config):
         return GPT2
     if isinstance(model, moe.Config):
@@ -237,28 +259,34 @@ def _without_rope_base(rope: Mapping[str, Any]) -> Mapping[str, object]:
     return entries | {"rope_type": _rope_type(rope)}
 
 
-def _rope_settings(config: Mapping[str, Any], default_theta: float) -> tuple[dict[str, Setting], list[str]]:
+def _rope_settings(config: Mapping[str, Any], architecture: Architecture) -> tuple[dict[str, Setting], list[str]]:
     """Return the RoPE base and scaling settings, and a message for each unsupported value."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
     rope_type = _rope_type(rope)
     settings: dict[str, Setting] = {
-        "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", default_theta)))
+        "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", architecture.rope_theta)))
     }
     refusals = []
     if (scaling := config.get("rope_scaling")) and _without_rope_base(scaling) != _without_rope_base(rope):
         refusals.append("rope_scaling and rope_parameters differ. Remove the wrong one")
     if (outer := config.get("rope_theta")) and (inner := rope.get("rope_theta", outer)) != outer:
         refusals.append(f"rope_theta={outer} and {key}.rope_theta={inner} differ. Remove the wrong one")
-    if rope_type == "llama3" and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
+    is_llama3 = rope_type == "llama3" and not architecture.has_latents
+    if is_llama3 and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
         refusals.append(f"{key} lacks {', '.join(missing_keys)}, required by rope_type=llama3")
-    elif rope_type == "llama3":
+    elif is_llama3:
         settings |= {
             f"attention.rope_stretch.{field_name}": rope[rope_key]
             for rope_key, field_name in _ROPE_STRETCH_KEYS.items()
         }
+    elif rope_type == "yarn" and architecture.has_latents:
+        yarn, yarn_refusals = yarn_settings(rope, key)
+        settings |= {f"attention.yarn.{name}": value for name, value in yarn.items()}
+        refusals += yarn_refusals
     elif rope_type != "default":
-        refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and llama3 are")
+        supported = "yarn" if architecture.has_latents else "llama3"
+        refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and {supported} are")
     rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_factor != 1.0:
         refusals.append(f"partial_rotary_factor={rotary_factor} is not supported, only 1 is")
@@ -325,7 +353,7 @@ def _expert_settings(architecture: Architecture, config: Mapping[str, Any]) -> d
     normalize_key = architecture.normalize_key
     return {
         "moe.kind": architecture.activations[_activation_name(architecture, config)].value,
-        "moe.normalize": normalize_key is None or config.get(normalize_key, False),
+        "moe.normalize": normalize_key is None or bool(config.get(normalize_key)),
         "feed_forward_pattern": _shortest_pattern(kinds),
     }
 
@@ -336,7 +364,7 @@ def _shortest_pattern(kinds: Sequence[str]) -> list[str]:
     return next(list(kinds[:n]) for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def _expert_entries(architecture: Architecture, model: moe.Config) -> dict[str, object]:
+def _expert_entries(architecture: Architecture, model: moe.Config | deepseek.Config) -> dict[str, object]:
     """Return the config.json entries of experts and of the layers that have them, except sizes."""
     entries: dict[str, object] = {architecture.normalize_key: model.moe.normalize} if architecture.normalize_key else {}
     if architecture.lists_dense_layers:
@@ -348,9 +376,11 @@ def _expert_entries(architecture: Architecture, model: moe.Config) -> dict[str, 
     return entries
 
 
-def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architecture: Architecture) -> list[str]:
+def _unsupported_settings(
+    model: gpt.Config | gpt2.Config | moe.Config | deepseek.Config, architecture: Architecture
+) -> list[str]:
     """Return the settings of a model that the architecture does not support, as `KEY=VALUE` for an error message."""
-    attention, defaults = model.attention, type(model)()
+    defaults = type(model)()
     refusals = [
         f"model.{key}={override_text(get_value(model, key))}"
         for key in architecture.default_only_settings
@@ -359,13 +389,16 @@ def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architec
     used_feed_forwards = model.used_feed_forwards
     if DENSE in used_feed_forwards and model.feed_forward not in architecture.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
-    if isinstance(model, moe.Config):
+    if isinstance(model, moe.Config | deepseek.Config):
         if model.moe.kind not in architecture.activations.values():
             refusals.append(f"model.moe.kind={model.moe.kind.value}")
         elif DENSE in used_feed_forwards and model.moe.kind is not model.feed_forward:
             refusals.append(f"model.feed_forward={model.feed_forward.value} with moe.kind={model.moe.kind.value}")
         if architecture.normalize_key is None and not model.moe.normalize:
             refusals.append("model.moe.normalize=false")
+    if isinstance(model, deepseek.Config):
+        return refusals + unsupported_pattern(model)
+    attention = model.attention
     if architecture.is_gpt2:
         if attention.kv_heads != attention.heads:
             refusals.append(f"model.attention.kv_heads={attention.kv_heads} with {attention.heads} heads")

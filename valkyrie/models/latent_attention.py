@@ -68,6 +68,11 @@ class LatentAttention(Block):
     module_class = "valkyrie.models.latent_attention_layer:LatentAttentionLayer"
 
     @property
+    def query_name(self) -> str:
+        """Name of the projection to queries: from their latent, or from the layer's input."""
+        return "query" if self.query_latent is None else "expanded_query"
+
+    @property
     def head_dim(self) -> int:
         """Channels of a query or key."""
         return self.nope_dim + self.rope_dim
@@ -107,7 +112,7 @@ class LatentAttention(Block):
 
         The input of a projection from a latent has the logical axis `embed` (see `parameters`).
         """
-        weights = {"query": weight("embed", "heads", "head_dim")}
+        weights = {self.query_name: weight("embed", "heads", "head_dim")}
         if self.query_latent is not None:
             weights |= {
                 "query_latent": weight("embed", "query_latent"),
@@ -127,7 +132,7 @@ class LatentAttention(Block):
         parameters = super().parameters(context)
         inputs = {"key": ("latent", self.latent), "value": ("latent", self.latent)}
         if self.query_latent is not None:
-            inputs["query"] = "query_latent", self.query_latent
+            inputs[self.query_name] = "query_latent", self.query_latent
         for name, (setting, length) in inputs.items():
             parameter = parameters[name]
             parameters[name] = replace(

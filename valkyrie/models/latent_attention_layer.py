@@ -42,7 +42,6 @@ class LatentAttentionLayer(nnx.Module):
     token.
     """
 
-    query: nnx.Param
     latent: nnx.Param
     rope_key: nnx.Param
     key: nnx.Param
@@ -102,7 +101,8 @@ class LatentAttentionLayer(nnx.Module):
         if block.query_latent is not None:
             x = self.query_latent_norm(self._to_latent(x, "query_latent", shard))
         with jax.named_scope("query"):
-            q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+            weights = getattr(self, block.query_name)
+            q = project("bse,ehd->bshd", x, weights, shard=shard, numerics=self.numerics)
             fixed, rotated = jnp.split(q, [block.nope_dim], axis=-1)
             rotated = rotate(rotated, positions, block.rope_theta, shard.backend, block.yarn)
             q = jnp.concatenate([fixed, rotated], axis=-1)
