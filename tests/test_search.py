@@ -50,6 +50,7 @@ from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedL
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
 from valkyrie.search.compile import cache as compile_cache
+from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
     Alternatives,
     CompiledStep,
@@ -68,7 +69,7 @@ from valkyrie.search.folder import COMMANDS_FILE, lock_folder, request_digest, s
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
 from valkyrie.search.remarks import collect_remarks, describe_choices, describe_intervals
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import describe_certainty, describe_ties
+from valkyrie.search.rivals import describe_certainty, describe_ties, may_be_better
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
@@ -1161,6 +1162,29 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
     unknown = replace(unknown, low_s=unknown.step_s, high_s=unknown.step_s)
     unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown], "")
     assert "unknown" in unsure
+
+
+def test_compiled_rows_on_the_same_kind_of_chip_share_their_errors() -> None:
+    request = make_request("mode.targets=[v4-8,v4-16]")
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    first, second = (next(row for row in rows if row.candidate.target == target) for target in ("v4-8", "v4-16"))
+    first = replace(first, stage=Stage.compile, compiled_ratios=(1.0, 1.0))
+    slower = second.with_step_time(1.05 * first.step_s)
+    assert slower.compiled_ratios[0] * 1.05 < 1 and may_be_better(request, first, slower), "only estimated"
+    compiled = replace(slower, stage=Stage.compile, compiled_ratios=(1.0, 1.0))
+    assert compiled.low_s < first.step_s and not may_be_better(request, first, compiled)
+    assert may_be_better(request, replace(first, stage=Stage.measure), compiled), "a measured time has other errors"
+
+
+def test_the_interval_of_an_estimate_is_wider_than_that_of_a_compiled_step() -> None:
+    request = make_request("mode.targets=[v6e-8]")
+    row = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 1)[0]
+    chip = request.targets[0].chip
+    assert chip is not None
+    interval = step_interval(row.step_s, chip, trains_dense_transformer=True)
+    assert interval is not None
+    assert row.low_s < min(interval.low, row.compiled_ratios[0]) * row.step_s
+    assert row.high_s > max(interval.high, row.compiled_ratios[1]) * row.step_s
 
 
 def test_settings_are_not_broken_in_a_narrow_terminal_and_the_memory_of_every_slice_is_named() -> None:

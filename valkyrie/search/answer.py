@@ -140,8 +140,12 @@ def make_answer_row(
     step_s, low_s, high_s = time.step_s, time.low_s, time.high_s
     compiled_ratios = (low_s / step_s, high_s / step_s)
     is_dense = is_dense_transformer(request.run.model)
-    if target.chip is None or step_interval(step_s, target.chip, trains_dense_transformer=is_dense) is None:
+    errors = None if target.chip is None else step_interval(step_s, target.chip, trains_dense_transformer=is_dense)
+    if errors is None:
         low_s = high_s = step_s  # that of a compiled step would be unknown
+    else:  # errors of the estimate and of compiled steps are independent
+        low_s = step_s * math.exp(-math.hypot(math.log(compiled_ratios[0]), math.log(errors.low)))
+        high_s = step_s * math.exp(math.hypot(math.log(compiled_ratios[1]), math.log(errors.high)))
     if compiled_layout is not None:
         step_s, interval = compiled_layout.step_s or layout.step_s, compiled_layout.trial.results.step.interval
         low_s, high_s = (interval.low_s, interval.high_s) if interval else (step_s, step_s)

@@ -67,7 +67,7 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
         lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
-    strongest = sorted(unsure, key=lambda place: _log_distance(cost, best, rows[place - 1]))
+    strongest = sorted(unsure, key=lambda place: _log_distance(request, best, rows[place - 1]))
     for places, text in (
         (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
         (strongest, f"Only estimated, and may be more than {tolerance} {better} than #1"),
@@ -80,15 +80,16 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
 
 def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], options: Sequence[str]) -> list[str]:
     """Compare the first row with the best one on each other kind and number of chips. Empty without other chips."""
-    best, cost, better = rows[0], _cost_function(request), _better(request)
+    best, better = rows[0], _better(request)
     places: dict[str, int] = {}
     for place, row in enumerate(rows, start=1):
         places.setdefault(_chips(request, row), place)
-    others = sorted([*places.values()][1:], key=lambda place: _log_distance(cost, best, rows[place - 1]))
+    others = sorted([*places.values()][1:], key=lambda place: _log_distance(request, best, rows[place - 1]))
     rivals = [place for place in others if may_be_better(request, best, rows[place - 1])]
     relevant_rows = [best, *(rows[place - 1] for place in rivals)]
     accuracy = _describe_accuracy(request, relevant_rows, [rows[place - 1] for place in others])
     if not rivals:
+        others = [place for place in others if not _share_errors(request, best, rows[place - 1])]
         names = format_alternatives(None, [target_slice(request, rows[place - 1]).name for place in others] or [""])
         text = f"#1 is {better} than every row on {names}, even at the slow end of its interval and their fast ends."
         return [*([text] if others and all(rows[place - 1].interval for place in [1, *others]) else []), *accuracy]
@@ -180,22 +181,40 @@ def _cost_function(request: SearchRequest) -> _Cost:
     return (lambda row: 1 / row.tokens_per_second_per_chip) if request.search_batch else (lambda row: row.step_s)
 
 
-def _ends(row: RankedLayout) -> tuple[float, float]:
-    """Return the ends of a row's interval, or of the assumed one, relative to its step time."""
+def _share_errors(request: SearchRequest, first: RankedLayout, second: RankedLayout) -> bool:
+    """Return whether two rows are predicted for the same kind of chip, so that errors of compiled steps cancel."""
+    if Stage.measure in (first.stage, second.stage):
+        return False
+    chips = [target_slice(request, row).chip for row in (first, second)]
+    return chips[0] is not None and chips[1] is not None and chips[0].name == chips[1].name
+
+
+def _ends(row: RankedLayout, *, shares_errors: bool) -> tuple[float, float]:
+    """Return the ends of a row's interval, or of the assumed one, relative to its step time.
+
+    With `shares_errors`, only the error of an estimate against a compiled step counts.
+    """
+    if shares_errors:
+        return row.compiled_ratios
     if row.stage is not Stage.measure and row.interval is None:
         return 1 / (1 + UNKNOWN_ERROR), 1 + UNKNOWN_ERROR
     return row.low_s / row.step_s, row.high_s / row.step_s
 
 
 def may_be_better(request: SearchRequest, best: RankedLayout, row: RankedLayout) -> bool:
-    """Return whether the intervals of two rows overlap. Assumes `UNKNOWN_ERROR` for a row without one."""
-    cost = _cost_function(request)
-    return cost(row) * _ends(row)[0] < cost(best) * _ends(best)[1]
+    """Return whether the intervals of two rows overlap. Assumes `UNKNOWN_ERROR` for a row without one.
+
+    Predictions for the same kind of chip share the errors of compiled steps, so only those of estimates count.
+    """
+    cost, shares_errors = _cost_function(request), _share_errors(request, best, row)
+    low, high = _ends(row, shares_errors=shares_errors)[0], _ends(best, shares_errors=shares_errors)[1]
+    return cost(row) * low < cost(best) * high
 
 
-def _log_distance(cost: _Cost, best: RankedLayout, row: RankedLayout) -> float:
+def _log_distance(request: SearchRequest, best: RankedLayout, row: RankedLayout) -> float:
     """Return the distance of two rows in units of the widths of their intervals. Strong rivals have a small one."""
-    (best_low, best_high), (low, high) = _ends(best), _ends(row)
+    cost, shares_errors = _cost_function(request), _share_errors(request, best, row)
+    (best_low, best_high), (low, high) = (_ends(each, shares_errors=shares_errors) for each in (best, row))
     return math.log(cost(row) / cost(best)) / (math.hypot(math.log(best_high / best_low), math.log(high / low)) or 1e-9)
 
 
