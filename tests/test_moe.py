@@ -143,6 +143,17 @@ def test_products_of_groups_do_not_multiply_every_row_by_every_matrix(backend):
     assert ("length=47" in products, "ragged_dot" in products) == (backend == "cpu", backend == "tpu")
 
 
+@pytest.mark.parametrize("result_itemsize", [2, 4])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2048, 1408), (1408, 2048), (4096, 14336), (7168, 2048), (96, 40)])
+def test_tiles_of_the_tpu_kernel_fit_into_scratch_memory(inputs, outputs, result_itemsize):
+    rows, columns, width = grouped.kernel_tiles(2**16, inputs, outputs, 2, result_itemsize)
+    buffers = 2 * 2 * rows * (columns + width) + 2 * result_itemsize * columns * width
+    assert buffers + 4 * columns * width <= 13 * 2**20
+    for tile, length in ((columns, inputs), (width, outputs)):
+        assert tile == length or tile % 128 == 0
+        assert -(-length // tile) * tile <= 1.15 * length, "a tile beyond the end of the matrix is multiplied in vain"
+
+
 def test_gradients_of_experts_are_summed_over_devices_in_the_reduction_dtype():
     numerics = Numerics("float32", "bfloat16", "bfloat16")
     x, w, sizes = jnp.ones((8, 3)), jnp.ones((2, 3, 5)), jnp.full((1, 2), 4, jnp.int32)

@@ -21,10 +21,19 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import get_platform
 
 KERNEL_TILE, KERNEL_WIDTH_BYTES = 512, 2048
-"""Rows of a tile of the TPU kernel, and its width.
+"""Rows of a tile of the TPU kernel, and the largest width of a tile.
 
-A kernel with these tiles fits into the memory of v4 and v5e, and is limited by products instead of HBM.
+A kernel with these tiles is limited by products instead of HBM.
 """
+
+KERNEL_MEMORY = 13 * 2**20
+"""Bytes of a core's scratch memory for the tiles of the TPU kernel. It has 16 MiB, of which the kernel uses 1 MiB more.
+
+Tiles of float32 results are narrower, therefore.
+"""
+
+LANES = 128
+"""Widths of tiles are multiples of the lanes of a TPU."""
 
 SMALLEST_TILE = 64
 """Rows of a tile if groups are small. Smaller tiles would take more steps than they save products of foreign rows."""
@@ -103,12 +112,30 @@ def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
         return jax.lax.fori_loop(0, len(steps.start), add, _vary_like(total, x, g, sizes)).astype(dtype)
 
     def multiply(x: Array, g: Array, sizes: Array) -> Array:
-        tile, width = math.gcd(len(x), KERNEL_TILE), KERNEL_WIDTH_BYTES // x.dtype.itemsize
-        if not runs_kernel or tile < 16:  # a tile of bfloat16 has 16 rows
+        tiles = kernel_tiles(len(x), x.shape[1], g.shape[1], x.dtype.itemsize, jnp.dtype(dtype).itemsize)
+        if not runs_kernel or tiles[0] < 16:  # a tile of bfloat16 has 16 rows
             return multiply_tiles(x, g, sizes)
-        return tgmm(x.T, g, sizes, jnp.dtype(dtype), (tile, min(x.shape[1], width), min(g.shape[1], width)))
+        return tgmm(x.T, g, sizes, jnp.dtype(dtype), tiles)
 
     return _map_over_batch(multiply)
+
+
+def kernel_tiles(rows: int, inputs: int, outputs: int, itemsize: int, result_itemsize: int) -> tuple[int, int, int]:
+    """Return the rows, inputs and outputs of a tile of the TPU kernel. Its memory is at most `KERNEL_MEMORY`.
+
+    `itemsize` and `result_itemsize` are the bytes of a number of the operands and of the result.
+    """
+    tile, width = math.gcd(rows, KERNEL_TILE), KERNEL_WIDTH_BYTES // itemsize
+    input_width = _balanced_width(inputs, width)
+    # Two buffers of each operand and of the result, and a sum in float32.
+    memory = KERNEL_MEMORY - 2 * itemsize * tile * input_width
+    fitting_width = memory // (2 * itemsize * tile + (2 * result_itemsize + 4) * input_width)
+    return tile, input_width, _balanced_width(outputs, min(width, fitting_width // LANES * LANES))
+
+
+def _balanced_width(length: int, limit: int) -> int:
+    """Return the width of as few tiles of at most `limit` as cover `length`, all about equally wide."""
+    return min(length, -(-length // (LANES * -(-length // limit))) * LANES)
 
 
 class _Steps(NamedTuple):

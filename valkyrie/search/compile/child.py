@@ -66,8 +66,8 @@ NEGLIGIBLE_OVERLAP, MIN_EXPOSED = 0.1, 0.05
 """A program is compiled again for overlap if at most this share of communication overlaps, and if it waits for at least
 this share of the step."""
 _MORE_SCRATCH_MEMORY = (
-    "Another layout does not help. Use another model.attention.head_dim, or a larger "
-    "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+    "Another layout does not help. Use a larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib or, for a kernel "
+    "of attention, another model.attention.head_dim."
 )
 """Remedy for a kernel of our models that needs too much scratch memory."""
 
