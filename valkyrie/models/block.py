@@ -181,6 +181,8 @@ class Block(ABC):
             replicated over mesh axes that do not divide its length.
         dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
             instead.
+        small_axes: Axes of small matrices that every device may compute. Under model parallelism, `mode=show` does not
+            note that they have no rule.
         norm_group: Optimizer group of the norm before a mixer. The norm before a feed-forward is in the group `vector`.
         shards_rows_over_embed: Whether the batch is also sharded over the mesh axes of `embed` while the block mixes
             positions. Applies to mesh axes that shard none of its `activations`.
@@ -192,6 +194,7 @@ class Block(ABC):
     activations: ClassVar[tuple[tuple[str, ...], ...]] = ()
     sharded_like: ClassVar[Mapping[str, str]] = {}
     dispatches: ClassVar[tuple[str, ...]] = ()
+    small_axes: ClassVar[tuple[str, ...]] = ()
     norm_group: ClassVar[str] = "vector"
     shards_rows_over_embed: ClassVar[bool] = False
     pointwise: ClassVar[bool] = False

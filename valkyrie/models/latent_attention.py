@@ -63,6 +63,7 @@ class LatentAttention(Block):
         "query_latent": "channels of the latent of queries",
     }
     activations = (("batch", "seq", "heads", "head_dim"), ("batch", "seq", "heads", "value_dim"))
+    small_axes = ("latent", "query_latent", "rope_dim")
     shards_rows_over_embed = True
 
     module_class = "valkyrie.models.latent_attention_layer:LatentAttentionLayer"

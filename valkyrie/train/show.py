@@ -11,6 +11,7 @@ from rich.table import Table
 
 from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
+from valkyrie.models import LayeredModel, Model
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind, SumGradientsPer
@@ -58,7 +59,7 @@ def show_run(run: Run, console: Console) -> None:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
         console.print(f"note: {note}")
-    if axes := _axes_without_rule(layout, parameters.values()):
+    if axes := [axis for axis in _axes_without_rule(layout, parameters.values()) if axis not in _small_axes(run.model)]:
         console.print(
             f"note: partition={layout.partition.name} has no rule for {', '.join(axes)}, so model parallelism does not "
             f"split {'it' if len(axes) == 1 else 'them'}. Rename an axis to mlp in the model, or add a rule to your "
@@ -78,6 +79,13 @@ def _describe_gradient_choice(run: Run) -> str:
     if chip is not None:
         return f", chosen by the memory of {chip.name}"
     return ". This is the choice without a slice. With target=, it depends on the memory of the chip"
+
+
+def _small_axes(model: Model) -> set[str]:
+    """Return the `small_axes` of the blocks of a model that declares its layers."""
+    groups = model.segments() if isinstance(model, LayeredModel) else []
+    blocks = [block for layers, _ in groups for layer in layers for block, _ in layer.blocks.values()]
+    return {axis for block in blocks for axis in block.small_axes}
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
