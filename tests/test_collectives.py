@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from machines import CHIPS, make_machine, make_topology
-from valkyrie.compiled.collectives import min_bytes_sent
+from valkyrie.compiled.collectives import CollectiveReader, min_bytes_sent
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, build_topology
@@ -134,6 +135,25 @@ def test_a_permute_between_slices_takes_the_rate_of_their_network() -> None:
     cost = net.permute_cost(np.stack([ids[0].ravel(), ids[1].ravel()], axis=1), BYTES)
     assert cost.total_s - cost.latency_s == pytest.approx(BYTES * 4 / 25e9)  # 4 devices share their host's 25 GB/s
     assert set(cost.busy_s) == {DCN} and cost.bytes_by_axis == {DCN: BYTES}
+
+
+def test_a_ragged_all_to_all_sends_its_first_operand_times_the_imbalance() -> None:
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+ENTRY e {
+  p = bf16[4096,256] parameter(0)
+  buffer = bf16[16384,256] parameter(1)
+  o = s32[8] parameter(2)
+  ROOT r = bf16[16384,256] ragged-all-to-all(p, buffer, o, o, o, o), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}
+}
+"""
+    machine = make_machine("v5e", make_topology((2, 4)))
+    module = parse_module(text)
+    reader = CollectiveReader(module, machine.mesh_axes, [0] * 8)
+    collective = reader.read(module.instructions["r"])
+    assert collective.full_bytes == 4096 * 256 * 2
+    costs = [LinkModel(replace(machine, routing_imbalance=n)).cost(collective) for n in (1.0, 1.5)]
+    work_s = [cost.total_s - cost.latency_s for cost in costs]
+    assert work_s[1] == pytest.approx(1.5 * work_s[0])
 
 
 def test_a_ragged_all_to_all_sends_as_much_between_slices_as_an_all_to_all() -> None:

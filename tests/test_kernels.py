@@ -1,4 +1,4 @@
-"""Tests of the cost of splash attention kernels: cycles per grid step, per block, and per row of blocks."""
+"""Tests of the costs of kernels: splash attention by grid step, block and row of blocks, and products of experts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from machines import CHIPS
+from valkyrie.axes import GROUP_PADDING, ROUTED_SHARE
 from valkyrie.compiled.hlo import parse_module
 from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCostModel
+from valkyrie.machine.rows import gather_seconds, sort_seconds
 
 
 def splash_bundles(chip, kind):
@@ -161,3 +163,60 @@ def test_a_kernel_is_never_faster_than_the_peak():
     at_peak = work.flops / (chip.peak_tflops["bfloat16"] * 1e12)
     assert work.cycles / (chip.clock_ghz * 1e9) < at_peak
     assert OpCostModel(chip).cost(kernel).duration_s == pytest.approx(at_peak)
+
+
+GROUPED_PRODUCT = """HloModule m, is_scheduled=true
+ENTRY e {
+  x = bf16[4096,256] parameter(0)
+  w = bf16[8,256,512] parameter(1)
+  ROOT k = bf16[4096,512] custom-call(x, w), custom_call_target="tpu_custom_call"ATTRIBUTES, backend_config=CONFIG
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("attributes", "imbalance", "share"),
+    [
+        ({}, 1.2, 1.0),
+        ({ROUTED_SHARE: "1", GROUP_PADDING: "0.125"}, 1.2, 1.125),
+        ({ROUTED_SHARE: "0.5", GROUP_PADDING: "0.125"}, 1.0, 0.625),
+        ({ROUTED_SHARE: "0.5"}, 1.2, 0.6),
+        ({ROUTED_SHARE: "0.5"}, 4.0, 1.0),
+    ],
+)
+def test_a_product_of_experts_costs_the_rows_routed_to_the_device(attributes, imbalance, share):
+    config = json.dumps({"custom_call_config": {"cost_estimate": {"flops": "1000", "bytes_accessed": "200"}}})
+    text = ",".join(f'{key}="{value}"' for key, value in attributes.items())
+    text = GROUPED_PRODUCT.replace("ATTRIBUTES", f", frontend_attributes={{{text}}}" if text else "")
+    kernel = parse_module(text.replace("CONFIG", config)).instructions["k"]
+    cost = kernel_cost(kernel, CHIPS["v5e"], imbalance)
+    assert (cost.flops, cost.bytes_accessed) == pytest.approx((1000 * share, 200 * share))
+    assert bool(cost.note) == bool(attributes)
+    model = OpCostModel(CHIPS["v5e"], imbalance)
+    model.cost(kernel)
+    assert [*model.notes] == [cost.note] * bool(attributes)
+
+
+def test_sorts_and_gathers_of_rows_take_time():
+    text = """HloModule m, is_scheduled=true
+less { a = s32[] parameter(0)
+  b = s32[] parameter(1)
+  c = s32[] parameter(2)
+  d = s32[] parameter(3)
+  ROOT l = pred[] compare(a, b), direction=LT }
+take { x = bf16[4096,256]{1,0:S(1)} parameter(0)
+  i = s32[8192]{0:S(1)} parameter(1)
+  ROOT g = bf16[8192,256]{1,0:S(1)} gather(x, i), offset_dims={1}, collapsed_slice_dims={0},
+    start_index_map={0}, index_vector_dim=1, slice_sizes={1,256} }
+ENTRY e {
+  x = bf16[4096,256]{1,0:S(1)} parameter(0)
+  i = s32[8192]{0:S(1)} parameter(1)
+  j = s32[8192]{0:S(1)} parameter(2)
+  s = (s32[8192]{0:S(1)}, s32[8192]{0:S(1)}) sort(i, j), dimensions={0}, to_apply=less
+  ROOT f = bf16[8192,256]{1,0:S(1)} fusion(x, i), kind=kCustom, calls=take
+}
+"""
+    chip = known_chips()["v5e"]
+    instructions, model = parse_module(text).instructions, OpCostModel(chip)
+    assert model.cost(instructions["s"]).duration_s == pytest.approx(sort_seconds(8192.0, chip))
+    assert model.cost(instructions["f"]).duration_s == pytest.approx(gather_seconds(8192.0, 256.0, 2, chip))

@@ -427,7 +427,10 @@ RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
 
 @pytest.mark.parametrize(
     ("added", "note"),
-    [(HOST, "messages to the host, such as callbacks"), (RAGGED, "a ragged-all-to-all is assumed to send its whole")],
+    [
+        (HOST, "messages to the host, such as callbacks"),
+        (RAGGED, "a ragged-all-to-all is assumed to send its whole operand"),
+    ],
 )
 def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str, note: str):
     step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))

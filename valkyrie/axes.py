@@ -23,6 +23,16 @@ SHARED_AXES: dict[str, str] = {
 """Logical axes that all models have, with descriptions. Blocks and models declare the others."""
 
 
+ROUTED_SHARE = "valkyrie_routed_share"
+"""Attribute of a product of groups of rows: the share of its rows that are in a group if experts get equally many.
+
+It is `0.5` if another device has half of the experts. The compiled program does not show it otherwise.
+"""
+
+GROUP_PADDING = "valkyrie_group_padding"
+"""Attribute of a product of groups of rows: rows that fill the last tile of each group, relative to all its rows."""
+
+
 class InUse(str):
     """A logical axis of an activation that is split like that axis of an expert's parameter in use.
 

@@ -203,10 +203,10 @@ class CollectiveReader:
         return self._cache[key]
 
     def _read(self, instruction: Instruction, kind: str, caller: Instruction | None) -> Collective:
-        operand_bytes = float(
-            sum(o.shape.bytes for o in instruction.operands if o.shape.element_count != 1 or len(o.shape.dims))
-        )
-        operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in instruction.operands))
+        # A ragged-all-to-all sends only its first operand. The second is the buffer that it writes to.
+        operands = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
+        operand_bytes = float(sum(o.shape.bytes for o in operands if o.shape.element_count != 1 or len(o.shape.dims)))
+        operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in operands))
         op_name, source = find_cause(instruction)
         if caller is not None and not op_name:
             op_name, source = find_cause(caller)

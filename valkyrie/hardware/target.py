@@ -201,6 +201,7 @@ class TargetConfig:
         topology: Physical torus (`4x4x2`), which sets `chips` and, if `hosts` is 1, `hosts`.
         hosts: Hosts of a slice.
         slices: Slices joined by the data-centre network.
+        routing_imbalance: Tokens that predictions route to the busiest expert-parallel device, divided by the mean.
     """
 
     name: str = AUTO_TARGET
@@ -210,6 +211,7 @@ class TargetConfig:
     topology: str | None = None
     hosts: int = 1
     slices: int = 1
+    routing_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         shape, chip = parse_shape(self.topology), self.chip
@@ -263,7 +265,7 @@ class TargetConfig:
         chip, override = self.chip, f"target.topology={self.topology}"
         if invalid := platform_problems("target.platform", self.platform):
             return invalid
-        for key in ("chips", "hosts", "slices"):
+        for key in ("chips", "hosts", "slices", "routing_imbalance"):
             if invalid := check_range(f"target.{key}", getattr(self, key), least=1):
                 return invalid
         if chip is not None and (invalid := chip.problems()):

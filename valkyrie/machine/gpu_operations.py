@@ -30,7 +30,7 @@ class GpuOpCostModel:
 
     has_fallback_branches = True  # of cuDNN's kernel for packed documents
 
-    def __init__(self, chip: ChipConfig) -> None:
+    def __init__(self, chip: ChipConfig, routing_imbalance: float = 1.0) -> None:
         """Raises ValueError if figures of the chip are missing."""
         if chip.gpu is None or chip.hbm_gbs is None:
             raise ValueError(f"target.chip={chip.name} sets no gpu or hbm_gbs, which a replay needs.")

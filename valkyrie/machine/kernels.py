@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from valkyrie.axes import GROUP_PADDING, ROUTED_SHARE
 from valkyrie.compiled.hbm import hbm_bytes
 from valkyrie.compiled.hlo import Instruction
 from valkyrie.compiled.loops import find_origin
@@ -35,9 +36,10 @@ class KernelCost:
     note: str = ""
 
 
-def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
+def kernel_cost(instruction: Instruction, chip: ChipConfig, routing_imbalance: float = 1.0) -> KernelCost:
     """Return the cost of a `tpu_custom_call`, with a note about assumptions.
 
+    Counts only the rows that are routed to the device (`ROUTED_SHARE`), times the imbalance, and the padding of groups.
     Uses the kernel's `cost_estimate` if it has one, else a model of splash attention (`_splash_cost`). For other
     kernels, only the HBM traffic is known: `flops` is 0.
     """
@@ -46,7 +48,8 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     estimate = config.get("cost_estimate")
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
-        return KernelCost(flops, bytes_ or hbm_traffic)
+        share, note = _routed_share(instruction, routing_imbalance)
+        return KernelCost(share * flops, share * (bytes_ or hbm_traffic), note=note)
     splash_kernel = _parse_splash_kernel(instruction)
     if splash_kernel is not None:
         return _splash_cost(instruction, splash_kernel, hbm_traffic, chip)
@@ -57,6 +60,19 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
         None,
         f"kernel {name} has no cost estimate: only the time to move its bytes at HBM bandwidth is counted",
     )
+
+
+def _routed_share(instruction: Instruction, imbalance: float) -> tuple[float, str]:
+    """Return the share of its rows that a product of groups of rows multiplies, and a note, empty for other kernels."""
+    attributes = instruction.attributes
+    if ROUTED_SHARE not in attributes:
+        return 1.0, ""
+    balanced_share, padding = float(attributes[ROUTED_SHARE]), float(attributes.get(GROUP_PADDING, 0))
+    share = min(balanced_share * imbalance, 1.0) if balanced_share < 1 else 1.0
+    note = "balanced routing to experts is assumed (target.routing_imbalance=1)"
+    if imbalance > 1:
+        note = f"the busiest device of an expert-parallel group has {imbalance:g} times its share of the tokens"
+    return share + padding, note
 
 
 class _SplashKernel(NamedTuple):

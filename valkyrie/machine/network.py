@@ -29,12 +29,16 @@ ONE_RING_EMITTERS = ("1DAllGather", "BarnaCoreAllGather")
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a mesh, flattened in row-major order of `mesh_axes`, on a topology of chips."""
+    """The devices of a mesh, flattened in row-major order of `mesh_axes`, on a topology of chips.
+
+    `routing_imbalance` is `TargetConfig.routing_imbalance`.
+    """
 
     chip: ChipConfig
     topology: Topology
     positions: tuple[Position, ...]
     mesh_axes: dict[str, int]
+    routing_imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class LinkModel:
             )
         positions = [p for i, p in enumerate(machine.positions) if mask is None or mask[i]]
         self._torus = Torus(machine.topology, positions)
-        self._link_rate = chip.ici_link_gbs * 1e9
+        self._link_rate, self._routing_imbalance = chip.ici_link_gbs * 1e9, machine.routing_imbalance
         self._hop_s = (chip.hop_us or 1.0) * 1e-6
         host_devices = math.prod(chip.host_bounds) * chip.devices
         self._dcn_rate = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
@@ -191,7 +195,9 @@ class LinkModel:
     def _within_slice_cost(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None
     ) -> CollectiveCost:
-        if kind in ("all-to-all", "ragged-all-to-all"):
+        if kind == "ragged-all-to-all":
+            return self._all_to_all_cost(groups, full_bytes * self._routing_imbalance)
+        if kind == "all-to-all":
             return self._all_to_all_cost(groups, full_bytes)
         dims = self._torus.dimensions(groups)
         if dims is None or (algorithm is not None and algorithm.is_one_ring and len(dims) > 1):

@@ -9,6 +9,7 @@ chip's bfloat16 peak.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from valkyrie.compiled.flops import product_flops
@@ -17,6 +18,7 @@ from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
+from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.parts import PartKind
 
 FREE_OPCODES = {
@@ -61,13 +63,13 @@ class OpCostModel:
 
     has_fallback_branches = False
 
-    def __init__(self, chip: ChipConfig) -> None:
+    def __init__(self, chip: ChipConfig, routing_imbalance: float = 1.0) -> None:
         if chip.clock_ghz is None or chip.hbm_gbs is None:
             missing = " and ".join(k for k in ("clock_ghz", "hbm_gbs") if getattr(chip, k) is None)
             raise ValueError(
                 f"target.chip={chip.name} sets no {missing}, which a replay needs. Set {missing}, or use another chip."
             )
-        self._chip = chip
+        self._chip, self._routing_imbalance = chip, routing_imbalance
         self._cores = chip.cores
         self._clock_hz = chip.clock_ghz * 1e9
         self._hbm_rate = chip.hbm_gbs * 1e9 / chip.devices
@@ -123,6 +125,8 @@ class OpCostModel:
             return OpCost(PartKind.matmul if flops else kind, seconds, flops)
         if flops:
             return OpCost(PartKind.matmul, max(flops / self._peak_flops, traffic_s), flops)
+        if (rearranging_s := _rearranging_seconds(instruction, self._chip)) is not None:
+            return OpCost(PartKind.memory, rearranging_s)
         if sum(leaf.bytes for leaf in instruction.shape.leaves) < _SCALAR_BYTES:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
@@ -133,7 +137,7 @@ class OpCostModel:
         return OpCost(PartKind.memory, traffic_s)
 
     def _kernel_cost(self, instruction: Instruction) -> OpCost:
-        kernel = kernel_cost(instruction, self._chip)
+        kernel = kernel_cost(instruction, self._chip, self._routing_imbalance)
         if kernel.note:
             self.notes[kernel.note] = None
         if kernel.cycles is not None:
@@ -143,6 +147,19 @@ class OpCostModel:
             busy_s = kernel.flops / (self._peak_flops * assumptions.KERNEL_EFFICIENCY)
         seconds = max(busy_s, kernel.bytes_accessed / (self._hbm_rate * assumptions.HBM_EFFICIENCY))
         return OpCost(PartKind.kernel, seconds, kernel.flops)
+
+
+def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float | None:
+    """Return the seconds of a sort, or of a fusion that gathers rows. None for other operations."""
+    if instruction.opcode == "sort":
+        numbers = instruction.operands[0].shape
+        return sort_seconds(float(numbers.element_count), chip, numbers.dims[instruction.message.dimensions[0]])
+    bodies = instruction.called_computations if instruction.opcode == "fusion" else []
+    for gather in (i for body in bodies for i in body.instructions if i.opcode == "gather"):
+        width = math.prod(gather.shape.dims[i] for i in gather.message.gather.offset_dims)
+        rows = gather.shape.element_count / max(width, 1)
+        return gather_seconds(rows, float(width), gather.shape.bytes // max(gather.shape.element_count, 1), chip)
+    return None
 
 
 def leaf_instructions(computation: Computation) -> list[Instruction]:

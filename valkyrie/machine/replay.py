@@ -136,10 +136,10 @@ class NetworkModel(Protocol):
 class CostModels(NamedTuple):
     """Builds the cost models of a kind of chip: operations of a chip, and the network of a machine.
 
-    `network` also takes the mask of `slice_mask`.
+    `operations` also takes `Machine.routing_imbalance`, and `network` the mask of `slice_mask`.
     """
 
-    operations: Callable[[ChipConfig], OperationModel]
+    operations: Callable[[ChipConfig, float], OperationModel]
     network: Callable[[Machine, np.ndarray | None], NetworkModel]
 
 
@@ -218,7 +218,7 @@ class _Replayer:
         slices = [position.slice_index for position in machine.positions]
         self._collectives = CollectiveReader(module, machine.mesh_axes, slices)
         self._network = models.network(machine, slice_mask(slices, module.num_partitions))
-        self._ops = models.operations(machine.chip)
+        self._ops = models.operations(machine.chip, machine.routing_imbalance)
         self._links = LinkSimulator()
         self._pending_transfers: dict[Instruction | int, Transfer] = {}
         self._pending_sends: dict[str, Transfer] = {}
@@ -311,7 +311,7 @@ class _Replayer:
         link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
         transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
-            self._notes["a ragged-all-to-all is assumed to send its whole buffer, evenly across its group"] = None
+            self._notes["a ragged-all-to-all is assumed to send its whole operand, evenly across its group"] = None
         self._links.start(transfer)
         return transfer
 

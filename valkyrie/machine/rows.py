@@ -28,10 +28,13 @@ def gather_seconds(rows: Amount, width: Amount, itemsize: int, chip: ChipConfig)
     return 2 * rows * width * itemsize / _hbm_rate(chip)
 
 
-def sort_seconds(count: Amount, chip: ChipConfig) -> Amount:
-    """Return the seconds to sort `count` numbers, each with another number that moves with it."""
+def sort_seconds(count: Amount, chip: ChipConfig, length: float | None = None) -> Amount:
+    """Return the seconds to sort `count` numbers, each with another number that moves with it.
+
+    They are sorted in parts of `length` numbers, or all together if it is None.
+    """
     if get_platform(chip.platform).runs_pallas_tpu:
-        levels = np.log2(np.maximum(count, 2.0))
+        levels = np.log2(np.maximum(count if length is None else length, 2.0))
         return SORT_STEP_CYCLES * count * levels * (levels + 1) / 2 / _clock_hz(chip)
     return 8 * 2 * 8 * count / _hbm_rate(chip)  # a radix sort passes over 8 bytes once per byte
 

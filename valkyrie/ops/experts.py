@@ -202,12 +202,14 @@ def grouped_linear(
     """
     experts, *matrix_axes = (InUse(axis) for axis in axes)
     inputs, outputs = reversed(matrix_axes) if output_first else matrix_axes
+    backend, routed_share = shard.backend, 1 / shard.shard_count(InUse(EXPERTS))
 
     def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
         summed_axes = shard.activation_mesh_axes(x_axis)
 
         def local(x: Array, w: Array, sizes: Array) -> Array:
-            y = multiply_groups(x, w.swapaxes(1, 2) if transpose else w, sizes[0], shard.backend)
+            matrices = w.swapaxes(1, 2) if transpose else w
+            y = multiply_groups(x, matrices, sizes[0], backend, routed_share=routed_share)
             return jax.lax.psum(y, summed_axes) if summed_axes else y
 
         gathered = shard.gather_for_use(w.astype(numerics.compute), *axes)
@@ -217,7 +219,8 @@ def grouped_linear(
     def partial_weight_gradient(x: Array, g: Array, sizes: Array) -> Array:
         def local(x: Array, g: Array, sizes: Array) -> Array:
             factors = (g, x) if output_first else (x, g)
-            return multiply_rows_of_groups(*factors, sizes[0], numerics.reduction, shard.backend)[None, None]
+            dtype = numerics.reduction
+            return multiply_rows_of_groups(*factors, sizes[0], dtype, backend, routed_share=routed_share)[None, None]
 
         in_axes = ((ROWS, inputs), (ROWS, outputs), (ROWS, None))
         return shard.map(local, in_axes, (BATCH, SEQ, experts, *matrix_axes))(x, g, sizes)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int
 
+from valkyrie.axes import GROUP_PADDING, ROUTED_SHARE
 from valkyrie.hardware.platforms import get_platform
 
 KERNEL_TILE, KERNEL_WIDTH_BYTES = 512, 2048
@@ -35,6 +38,9 @@ Tiles of float32 results are narrower, therefore.
 LANES = 128
 """Widths of tiles are multiples of the lanes of a TPU."""
 
+RAGGED_DOT_TILE = 128
+"""Rows of a tile of XLA's kernel for `ragged_dot` on TPUs (libtpu 0.0.42.1)."""
+
 SMALLEST_TILE = 64
 """Rows of a tile if groups are small. Smaller tiles would take more steps than they save products of foreign rows."""
 
@@ -44,6 +50,8 @@ def multiply_groups(
     w: Float[Array, "groups inputs outputs"],
     sizes: Int[Array, " groups"],
     backend: str | None = None,
+    *,
+    routed_share: float = 1.0,
 ) -> Float[Array, "rows outputs"]:
     """Multiply each group of rows by its matrix. Rows after the last group are undefined.
 
@@ -52,8 +60,10 @@ def multiply_groups(
         w: The matrix of each group.
         sizes: Number of rows of each group.
         backend: JAX platform that will run the product, or None for the default.
+        routed_share: Expected share of the rows that are in a group, for predictions of the step time.
     """
-    return _row_products(_platform(backend))(x, w, sizes)
+    with _describe(routed_share, len(w) * RAGGED_DOT_TILE / 2 / len(x)):
+        return _row_products(_platform(backend))(x, w, sizes)
 
 
 def multiply_rows_of_groups(
@@ -62,12 +72,20 @@ def multiply_rows_of_groups(
     sizes: Int[Array, " groups"],
     dtype: str,
     backend: str | None = None,
+    *,
+    routed_share: float = 1.0,
 ) -> Float[Array, "groups inputs outputs"]:
     """Sum the outer products of the rows of each group, in float32, and return them in `dtype`.
 
     The other arguments are those of `multiply_groups`.
     """
-    return _matrix_gradients(_platform(backend), dtype)(x, g, sizes)
+    with _describe(routed_share, len(sizes) * math.gcd(len(x), KERNEL_TILE) / 2 / len(x)):
+        return _matrix_gradients(_platform(backend), dtype)(x, g, sizes)
+
+
+def _describe(routed_share: float, padding: float) -> AbstractContextManager[object]:
+    """Add the attributes that predictions need to the instructions of a product."""
+    return set_xla_metadata(**{ROUTED_SHARE: f"{routed_share:.6g}", GROUP_PADDING: f"{padding:.6g}"})
 
 
 def _platform(backend: str | None) -> str:
@@ -89,7 +107,7 @@ def _row_products(backend: str) -> Callable[..., Array]:
             return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_in_group, product, old), start, 0)
 
         y = jnp.zeros((len(x), w.shape[2]), x.dtype)
-        return jax.lax.fori_loop(0, len(steps.start), update, _vary_like(y, x, w, sizes))
+        return jax.lax.fori_loop(0, _count_steps(steps, backend), update, _vary_like(y, x, w, sizes))
 
     return _map_over_batch(multiply)
 
@@ -109,7 +127,7 @@ def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
             return jax.lax.dynamic_update_index_in_dim(total, total[group] + product, group, 0)
 
         total = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
-        return jax.lax.fori_loop(0, len(steps.start), add, _vary_like(total, x, g, sizes)).astype(dtype)
+        return jax.lax.fori_loop(0, _count_steps(steps, backend), add, _vary_like(total, x, g, sizes)).astype(dtype)
 
     def multiply(x: Array, g: Array, sizes: Array) -> Array:
         tiles = kernel_tiles(len(x), x.shape[1], g.shape[1], x.dtype.itemsize, jnp.dtype(dtype).itemsize)
@@ -148,6 +166,7 @@ class _Steps(NamedTuple):
         group: Group of each step.
         first, end: Range of the rows that each step multiplies, those of its group in its tile. Empty for steps that
             are not needed.
+        needed: Number of steps that are needed. They are the first ones.
     """
 
     tile: int
@@ -155,6 +174,7 @@ class _Steps(NamedTuple):
     group: Int[Array, " steps"]
     first: Int[Array, " steps"]
     end: Int[Array, " steps"]
+    needed: Int[Array, ""]
 
     def slice_rows(self, i: Array, x: Float[Array, "rows width"]) -> tuple[Array, Array]:
         """Return the rows of a step's tile, and whether the step multiplies each, with shape (tile, 1)."""
@@ -173,7 +193,15 @@ def _list_steps(sizes: Int[Array, " groups"], rows: int, tile: int) -> _Steps:
     group = jnp.minimum(jnp.sum(numbers[:, None] >= last_steps, axis=1), len(sizes) - 1)
     tile_start = tile * (starts[group] // tile + numbers - (last_steps - counts)[group])
     first, end = jnp.maximum(starts[group], tile_start), jnp.minimum(ends[group], tile_start + tile)
-    return _Steps(tile, jnp.clip(tile_start, 0, rows - tile), group, first, end)
+    return _Steps(tile, jnp.clip(tile_start, 0, rows - tile), group, first, end, last_steps[-1])
+
+
+def _count_steps(steps: _Steps, backend: str) -> int | Array:
+    """Return the number of steps that a loop takes: a fixed number, except on CPUs.
+
+    Other compilers and predictions need to know it. On CPUs, a device skips the rows of other devices' experts.
+    """
+    return steps.needed if get_platform(backend).runs_on_host else len(steps.start)
 
 
 def _tile_rows(backend: str, rows: int, groups: int) -> int:

@@ -91,7 +91,8 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
     """
     assert target.chip is not None
     models = REPLAY_MODELS.get(get_platform(target.platform).replay, TPU_MODELS)
-    return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes), models)
+    machine = Machine(target.chip, build_topology(target), tuple(positions), axes, target.routing_imbalance)
+    return replay(module, machine, models)
 
 
 REPLAY_MODELS: dict[str | None, CostModels] = {

@@ -159,10 +159,13 @@ class StepEstimator:
         return count / self.layouts.count_parts(axis, "used", count)
 
     def _local_rows(self, product: Product) -> np.ndarray:
-        """Return the rows that a device multiplies in a microbatch, if all matrices of a stack have equally many."""
+        """Return the rows that a device multiplies in a microbatch: the busiest device, for matrices of a stack."""
         layouts = self.layouts
-        other_axes = tuple(m for m in layouts.used_axes(product.stack[0]) if m not in layouts.data_axes)
-        return self.local_tokens * product.rows_per_token / layouts.axes_size(other_axes)
+        axes = layouts.used_axes(product.stack[0])
+        rows = self.local_tokens * product.rows_per_token
+        rows = rows / layouts.axes_size(tuple(m for m in axes if m not in layouts.data_axes))
+        is_routed = (layouts.axes_size(axes) > 1) & (product.gathered_along is not None)
+        return rows * np.where(is_routed, self.work.run.config.target.routing_imbalance, 1.0)
 
     def _matmul_seconds(
         self, rows: np.ndarray, k: np.ndarray, n: np.ndarray, matrices: np.ndarray | float = 1.0
