@@ -29,6 +29,8 @@ from helpers import (
     small_run,
 )
 from valkyrie.axes import Parameter
+from valkyrie.compiled.collectives import CollectiveReader, collective_kind
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.config.run import Run
 from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate_schedule, make_optimizer
 from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
@@ -37,6 +39,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train.memory import MemoryEstimator, expected_memory, to_candidates
 from valkyrie.train.program import StepProgram
+from valkyrie.train.spread import matrix_stack_sharding
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 PUBLISHED = MuonSettings(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
@@ -76,6 +79,32 @@ def test_every_layer_and_head_is_a_separate_matrix():
     specs = {"heads": heads}
     stacked = parameters_after_two_steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
     np.testing.assert_allclose(stacked, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
+
+
+def test_matrices_of_experts_stay_on_the_devices_of_their_experts():
+    run = small_run("moe_tiny", "mesh=2x2x2", "partition=fsdp_ep")
+    shard, specs = make_program(run).shard, run.model.parameters()
+    names = [f"segment_0.block_0.feed_forward.{name}" for name in ("up", "gate")]
+    experts = {name: specs[name] for name in names}
+    values = {name: jax.random.normal(jax.random.key(i), experts[name].shape) for i, name in enumerate(names)}
+
+    def update(values, sharding):
+        optimizer = muon(PUBLISHED, experts, sharding)
+        state = optimizer.init(values)
+        for _ in range(2):
+            updates, state = optimizer.update(values, state, values)
+        return updates
+
+    axes = {name: shard.layout.stored_axes(spec.axes) for name, spec in experts.items()}
+    shardings = {name: shard.sharding(entry) for name, entry in axes.items()}
+    split = jax.jit(lambda values: update(values, matrix_stack_sharding(shard)), in_shardings=(shardings,))
+    compiled = split.lower(values).compile()
+    module = parse_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    reader = CollectiveReader(module, dict(run.layout.mesh.axes), [0] * 8)
+    instructions = [i for i in module.instructions.values() if collective_kind(i.opcode)]
+    assert {axis for i in instructions for axis in reader.read(i).mesh_axes} == {"x", "y"}
+    expected = jax.jit(lambda values: update(values, None))(values)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(values), expected)
 
 
 def test_orthogonalised_matrices_have_equal_singular_values():

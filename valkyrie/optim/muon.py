@@ -3,13 +3,15 @@
 Matrices of the same shape are stacked over all layers and parameters, the stack is split over all devices, and each
 device orthogonalizes whole matrices. Devices communicate only twice per step: they exchange the momentum before the
 orthogonalization and the directions after it, both in the compute dtype. Iterating on sharded matrices would instead
-all-reduce a square matrix twice in each of five iterations.
+all-reduce a square matrix twice in each of five iterations. Devices that split the experts of a layer exchange nothing:
+the matrices of an expert stay on the devices that have it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +43,16 @@ class StackSharding(NamedTuple):
     Args:
         device_count: Number of devices that a stack is split over.
         sharding_key: Returns a key that is equal for parameters with equally sharded matrices.
-        shard_as_stored: Shards a stack (matrices, rows, columns) as the parameter is sharded between steps.
-        shard_by_matrix: Shards the first dimension of a stack over all devices.
+        part_count: Returns the number of parts into which devices split the experts of a parameter, 1 without experts.
+        shard_as_stored: Shards a stack (parts, matrices, rows, columns) as the parameter is sharded between steps.
+        shard_by_matrix: Shards the first two dimensions of a stack over all devices.
     """
 
     device_count: int = 1
     sharding_key: Callable[[Parameter], Hashable] = lambda spec: None
+    part_count: Callable[[Parameter], int] = lambda spec: 1
     shard_as_stored: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
-    shard_by_matrix: Callable[[Array], Array] = lambda stack: stack
+    shard_by_matrix: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
 
 
 class MuonSettings(NamedTuple):
@@ -132,7 +136,8 @@ def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[
     """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, spec in enumerate(specs):
-        groups[(*matrix_shape(spec)[1:], spec.output_first, sharding.sharding_key(spec))].append(i)
+        key = *matrix_shape(spec)[1:], spec.output_first, sharding.part_count(spec), sharding.sharding_key(spec)
+        groups[key].append(i)
     return list(groups.values())
 
 
@@ -147,25 +152,53 @@ def _orthogonal_directions(
 
     `leaves` are the Nesterov momenta of the parameters, and `mean_squares` their old mean squares of rows or columns.
     """
-    spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
+    spec, parts = specs[0], sharding.part_count(specs[0])
+    counts = [matrix_shape(s)[0] // parts for s in specs]
+    padding = -sum(counts) % (sharding.device_count // parts)
+
+    def stack(arrays: list[Array]) -> Array:
+        return jnp.concatenate([_to_parts(x, s, parts) for x, s in zip(arrays, specs, strict=True)], axis=1)
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in x.shape[2:])))
+
+    def unstack(x: Array) -> list[Array]:
+        split = jnp.split(x[:, : sum(counts)], _split_points(counts), axis=1)
+        return [_from_parts(part, s) for part, s in zip(split, specs, strict=True)]
+
     _, rows, columns = matrix_shape(spec)
-    stack = jnp.concatenate([leaf.astype(settings.compute_dtype).reshape(-1, rows, columns) for leaf in leaves])
-    padding = -len(stack) % sharding.device_count
-    stack = jnp.pad(sharding.shard_as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
-    directions = orthogonalize(sharding.shard_by_matrix(stack), spec.output_first)
+    matrices = stack([leaf.astype(settings.compute_dtype).reshape(-1, rows, columns) for leaf in leaves])
+    matrices = pad(sharding.shard_as_stored(matrices, spec))
+    directions = orthogonalize(sharding.shard_by_matrix(matrices, spec), spec.output_first)
     if settings.beta2 is not None:
-        old_squares = jnp.pad(
-            jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in mean_squares]), ((0, padding), (0, 0))
-        )
+        old_squares = pad(stack(mean_squares))
         directions, new_squares = _normalise(directions, old_squares, settings.beta2, _second_moment_axis(spec))
-        new_squares = jnp.split(new_squares[: len(new_squares) - padding], _split_points(counts))
-        mean_squares = [squares.reshape(_second_moment_shape(s)) for squares, s in zip(new_squares, specs, strict=True)]
-    directions = sharding.shard_as_stored(sharding.shard_by_matrix(directions), spec)
-    parts = jnp.split(directions[: len(directions) - padding], _split_points(counts))
-    return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], mean_squares
+        mean_squares = unstack(new_squares)
+    directions = sharding.shard_as_stored(sharding.shard_by_matrix(directions, spec), spec)
+    shaped = zip(unstack(directions), specs, strict=True)
+    return [part.reshape(s.shape).astype(jnp.float32) for part, s in shaped], mean_squares
 
 
-def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
+def _to_parts(x: Float[Array, "matrices *shape"], spec: Parameter, parts: int) -> Float[Array, "parts count *shape"]:
+    """Split the matrices of a parameter into parts with different experts. Each part has those of all layers."""
+    experts = _expert_count(spec)
+    by_expert = x.reshape(-1, experts, *x.shape[1:]).swapaxes(0, 1)
+    return by_expert.reshape(parts, -1, *x.shape[1:])
+
+
+def _from_parts(x: Float[Array, "parts count *shape"], spec: Parameter) -> Float[Array, "matrices *shape"]:
+    """Undo `_to_parts`."""
+    by_expert = x.reshape(_expert_count(spec), -1, *x.shape[2:])
+    return by_expert.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+def _expert_count(spec: Parameter) -> int:
+    return 1 if spec.matrices_per_token is None else spec.shape[spec.stack_dims - 1]
+
+
+def orthogonalize(
+    stack: Float[Array, "*stack rows columns"], output_first: bool
+) -> Float[Array, "*stack rows columns"]:
     """Orthogonalize each matrix approximately, in the stack's dtype.
 
     First scales the output vectors (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv 2603.28254).
@@ -175,9 +208,8 @@ def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> 
     norms = jnp.linalg.norm(stack_f32, axis=-1 if output_first else -2, keepdims=True)
     target_norm = jnp.linalg.norm(stack_f32, axis=(-2, -1), keepdims=True) / output_count**0.5
     balanced = stack * (target_norm / jnp.maximum(norms, 1e-6)).astype(stack.dtype)
-    result = jax.vmap(lambda x: orthogonalize_via_newton_schulz(x, jnp.asarray(_COEFFICIENTS, x.dtype), eps=1e-6))(
-        balanced
-    )
+    iterate = partial(orthogonalize_via_newton_schulz, ns_coeffs=jnp.asarray(_COEFFICIENTS, stack.dtype), eps=1e-6)
+    result = jnp.vectorize(iterate, signature="(r,c)->(r,c)")(balanced)
     norm = jnp.linalg.norm(result.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     return result * (min(stack.shape[-2:]) ** 0.5 / jnp.maximum(norm, 1e-6)).astype(result.dtype)
 
@@ -187,19 +219,19 @@ _COEFFICIENTS = np.array([[c / NORM_MARGIN ** (2 * i + 1) for i, c in enumerate(
 
 
 def _normalise(
-    directions: Float[Array, "n rows columns"], old_squares: Float[Array, "n length"], beta2: float, axis: int
-) -> tuple[Float[Array, "n rows columns"], Float[Array, "n length"]]:
+    directions: Float[Array, "*stack rows columns"], old_squares: Float[Array, "*stack length"], beta2: float, axis: int
+) -> tuple[Float[Array, "*stack rows columns"], Float[Array, "*stack length"]]:
     """Divide rows (axis 1) or columns (axis 2) by the roots of their running mean squares (NorMuon, arXiv 2510.05491).
 
     Returns the directions, rescaled so that each matrix keeps its norm, and the new mean squares.
     """
-    squares = jnp.mean(jnp.square(directions.astype(jnp.float32)), axis=3 - axis)
+    squares = jnp.mean(jnp.square(directions.astype(jnp.float32)), axis=-axis)
     new_squares = beta2 * old_squares + (1 - beta2) * squares
     scale = jax.lax.rsqrt(jnp.maximum(new_squares, 1e-10))
     norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
     new_norm = jnp.sqrt(jnp.sum(squares * jnp.square(scale), axis=-1, keepdims=True))
     scale = scale * norm / jnp.maximum(new_norm, 1e-10)
-    return directions * jnp.expand_dims(scale, 3 - axis).astype(directions.dtype), new_squares
+    return directions * jnp.expand_dims(scale, -axis).astype(directions.dtype), new_squares
 
 
 def _second_moment_axis(spec: Parameter) -> int:

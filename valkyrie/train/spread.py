@@ -13,10 +13,10 @@ AxisSplit = tuple[tuple[str, ...], ...]
 
 
 def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
-    """Return the functions that shard Muon's stacks of matrices (matrices, rows, columns) under a layout.
+    """Return the functions that shard Muon's stacks of matrices (parts, matrices, rows, columns) under a layout.
 
-    `shard_as_stored` splits rows and columns like the parameter. `shard_by_matrix` splits only the first dimension,
-    over all mesh axes.
+    The mesh axes that split experts split the parts. `shard_as_stored` splits rows and columns like the parameter.
+    `shard_by_matrix` splits the matrices, over all other mesh axes.
     """
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
@@ -25,12 +25,22 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
         rows, *columns = shard.layout.stored_axes(spec.axes)[spec.stack_dims :]
         return rows, tuple(axis for entry in columns for axis in entry)
 
+    def expert_axes(spec: Parameter) -> tuple[str, ...]:
+        if spec.matrices_per_token is None:
+            return ()
+        return tuple(axis for axis in shard.layout.stored_axes(spec.axes)[spec.stack_dims - 1] if axis in mesh_axes)
+
+    def shard_by_matrix(stack: jax.Array, spec: Parameter) -> jax.Array:
+        parts = expert_axes(spec)
+        return constrain(stack, (parts, tuple(axis for axis in mesh_axes if axis not in parts), (), ()))
+
     def constrain(stack: jax.Array, split: AxisSplit) -> jax.Array:
         return jax.lax.with_sharding_constraint(stack, shard.sharding(split))
 
     return StackSharding(
         device_count=shard.layout.axes_size(mesh_axes),
         sharding_key=row_column_axes,
-        shard_as_stored=lambda stack, spec: constrain(stack, ((), *row_column_axes(spec))),
-        shard_by_matrix=lambda stack: constrain(stack, (mesh_axes, (), ())),
+        part_count=lambda spec: shard.layout.axes_size(expert_axes(spec)),
+        shard_as_stored=lambda stack, spec: constrain(stack, (expert_axes(spec), (), *row_column_axes(spec))),
+        shard_by_matrix=shard_by_matrix,
     )
