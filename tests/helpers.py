@@ -23,7 +23,6 @@ from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.models.builder import ModelBuilder
 from valkyrie.ops.linear import Numerics
-from valkyrie.optim import UNAVERAGED_GROUPS
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
@@ -209,7 +208,7 @@ def make_builder(run: Run) -> ModelBuilder:
 def count_learned_parameters(builder: ModelBuilder) -> int:
     """Count the learned parameters of a model, without fixed arrays and puzzle embeddings."""
     leaves = zip(jax.tree.leaves(builder.abstract_parameters), builder.specs.values(), strict=True)
-    return sum(leaf.size for leaf, spec in leaves if spec.group not in UNAVERAGED_GROUPS)
+    return sum(leaf.size for leaf, spec in leaves if spec.group not in ("puzzle", "fixed"))
 
 
 @lru_cache

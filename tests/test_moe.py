@@ -11,7 +11,9 @@ from helpers import (
     assert_same_steps,
     compose_config,
     initial_state,
+    leaves_by_name,
     mark_slow_except,
+    randomize_zero_parameters,
     reference_steps,
     run_two_steps,
     small_overrides,
@@ -25,8 +27,9 @@ from valkyrie.models.block import BlockContext
 from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
-from valkyrie.models.moe import Dispatch, MoE, RouterScores
+from valkyrie.models.moe import Dispatch, MoE
 from valkyrie.ops import grouped
+from valkyrie.ops.choices import GroupScore, RouterScores
 from valkyrie.ops.experts import grouped_linear
 from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.parallel.candidates import Candidates
@@ -68,11 +71,16 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
             logits = token @ weights["router"]
             is_softmax = block.router is RouterScores.softmax
             scores = np.exp(logits) / np.exp(logits).sum() if is_softmax else 1 / (1 + np.exp(-logits))
-            chosen = np.argsort(-scores)[: block.top_k]
-            total = scores[chosen].sum() if block.normalize else 1.0
+            choice = scores + (np.asarray(module.selection_bias[...]) if block.selection_bias else 0)
+            by_group = choice.reshape(block.groups, -1)
+            group_scores = np.sort(by_group)[:, -2 if block.group_score is GroupScore.top_2 else -1 :].sum(-1)
+            by_group[np.argsort(-group_scores)[block.top_groups :]] = -np.inf
+            chosen = np.argsort(-choice)[: block.top_k]
+            total = (scores[chosen].sum() if block.normalize else 1.0) / block.routed_scaling
             for i in chosen:
+                before, after = (scores[i] / total, 1.0) if block.scale_inputs else (1.0, scores[i] / total)
                 if counts[i] < capacity:
-                    y[row, position] += scores[i] / total * expert(token, i)
+                    y[row, position] += after * expert(before * token, i)
                 counts[i] += 1
     return y
 
@@ -85,10 +93,15 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
         {"router": RouterScores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
         {"capacity_factor": 0.5, "dispatch": Dispatch.dense},
         {"dispatch": Dispatch.dense},
+        {"router": RouterScores.sigmoid, "top_k": 1, "scale_inputs": True},
+        {"experts": 8, "groups": 4, "top_groups": 2, "routed_scaling": 2.5, "normalize": True},
+        {"experts": 8, "groups": 2, "top_groups": 1, "group_score": GroupScore.max, "selection_bias": True, "top_k": 3},
     ],
 )
 def test_a_mixture_equals_a_calculation_token_by_token(settings):
     block, module, x = build(**settings)
+    if block.selection_bias:
+        module.selection_bias[...] = jnp.linspace(0.5, -0.5, block.experts)
     y, values = jax.jit(apply)(module, x)
     np.testing.assert_allclose(y, apply_by_hand(block, module, x), rtol=1e-4, atol=1e-6)
     assert set(values) == set(block.auxiliary) and {v.shape for v in values.values()} == {(BATCH,)}
@@ -199,12 +212,80 @@ def test_losses_and_metrics_of_a_balanced_and_a_collapsed_router():
         ("model.moe.top_k=0", "model.moe.top_k", 1),
         ("model.moe.experts=0", "model.moe.experts", 1),
         ("model.moe.capacity_factor=0", "model.moe.capacity_factor", 0),
+        ("model.moe.scale_inputs=true", "model.moe.top_k", 1),
+        ("model.moe.top_groups=2", "model.moe.top_groups", 1),
+        ("model.moe.routed_scaling=0", "model.moe.routed_scaling", 0),
+        ("model.dense_layers=5", "model.dense_layers", 4),
+        ("optimizer.balance_rate=-1", "optimizer.balance_rate", 0),
     ],
 )
 def test_bad_settings_are_refused(override, key, allowed):
     (problem,) = Run.from_config(compose_config("model=moe_tiny", override)).problems()
     assert (problem.code, problem.key) == (ProblemCode.out_of_range, key)
     assert allowed in (problem.allowed.least, problem.allowed.most, problem.allowed.above)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "remedy"),
+    [
+        (["groups=3"], "groups", "model.moe.groups=2"),
+        (["groups=8", "top_groups=2", "group_score=max", "top_k=3"], "top_groups", "model.moe.top_groups=3"),
+        (["groups=8", "top_groups=2"], "group_score", "model.moe.group_score=max"),
+    ],
+)
+def test_impossible_groups_are_refused(settings, key, remedy):
+    overrides = [f"model.moe.{setting}" for setting in settings]
+    (problem,) = Run.from_config(compose_config("model=moe_tiny", *overrides)).problems()
+    assert problem.key == f"model.moe.{key}" and remedy in problem.text
+
+
+@pytest.mark.parametrize(("dense_layers", "segment_count"), [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_the_first_layers_are_dense_and_others_follow_the_pattern(dense_layers, segment_count):
+    pattern = ("model.feed_forward_pattern=[feed_forward,moe]", "model.layers=8")
+    model = small_run("moe_tiny", f"model.dense_layers={dense_layers}", *pattern).model
+    has_experts = [layer.feed_forward_kind == "moe" for layer in model.make_layers()]
+    assert has_experts == [i >= dense_layers and i % 2 == 1 for i in range(8)]
+    assert len(model.segments()) == segment_count
+
+
+def test_selection_biases_fall_for_experts_above_the_mean_load():
+    block, module, x = build(top_k=1, selection_bias=True)
+    module.router[...] = jnp.zeros((EMBED, 4)).at[:, 2].set(1e-3)
+    x = jnp.abs(x)  # expert 2 has the highest score for every token
+    gradient = jax.jit(jax.grad(lambda module: apply(module, x)[1]["bias"].sum()))(module).selection_bias[...]
+    np.testing.assert_array_equal(np.sign(gradient), [-1, -1, 1, -1])
+    assert np.linalg.norm(gradient) < 1e-4  # too small to change the gradient norm
+    assert block.parameters(BlockContext(EMBED, 2))["selection_bias"].group == "balance"
+
+
+def biases(steps) -> dict[str, np.ndarray]:
+    parameters = leaves_by_name(jax.device_get(steps.state.parameters))
+    return {name: value for name, value in parameters.items() if name.endswith("selection_bias")}
+
+
+BIAS_LAYOUTS = [
+    ("mesh=2x1x2", "partition=fsdp_ep", "microbatches=2"),
+    ("mesh=2x2x1", "partition=fsdp", "microbatches=2", "partition.sum_gradients_per=step"),
+    ("mesh=2x1x2", "partition=pp_fsdp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+    ("mesh=2x2x2", "partition=sp", "optimizer=muon"),
+]
+
+
+@pytest.mark.parametrize(
+    "layout", mark_slow_except(BIAS_LAYOUTS, BIAS_LAYOUTS[:1]), ids=lambda layout: "-".join(layout[:2])
+)
+def test_selection_biases_are_equal_under_every_layout(layout):
+    settings = ("model.moe.selection_bias=true", "model.moe.router=sigmoid", "optimizer.balance_rate=0.25")
+    settings += tuple(override for override in layout if override.startswith("optimizer="))
+    expected = biases(reference_steps("moe_tiny", *settings))
+    run = small_run("moe_tiny", *settings, *layout)
+    actual = biases(
+        run_two_steps(run, randomize_zero_parameters(initial_state((*small_overrides("moe_tiny"), *settings))))
+    )
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value)
+    (shape,) = {value.shape for value in expected.values()}
+    assert shape == (run.model.layers, 8) and all(np.unique(value).size > 1 for value in expected.values())
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused_with_the_nearest_legal_values():

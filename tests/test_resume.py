@@ -16,6 +16,7 @@ import pytest
 
 from helpers import mark_slow_except
 from runs import (
+    ONE_DEVICE_ARGUMENTS,
     TINY_ARGUMENTS,
     assert_same_bits,
     copy_run,
@@ -87,6 +88,21 @@ def remove_checkpoints_after(folder: Path, step: int) -> None:
     for later in (folder / "checkpoints").iterdir():
         if int(later.name) > step:
             shutil.rmtree(later)
+
+
+def test_biases_that_balance_experts_resume_bit_for_bit(tmp_path: Path) -> None:
+    model = ("model=moe_tiny", "model.layers=1", "model.embed=16", "model.moe.mlp=16", "model.moe.selection_bias=true")
+    training = [argument for argument in TINY_ARGUMENTS if not argument.startswith("model")]
+    arguments = (*model, *training, *ONE_DEVICE_ARGUMENTS, "optimizer.ema_decay=0.9")
+    runs = tmp_path / "whole"
+    assert run_train(*arguments, f"runs={runs}", "name=run", "steps=4", "checkpoint.every=2") == 0
+    folder = copy_run(runs / "run", tmp_path)
+    remove_checkpoints_after(folder, 2)
+    assert run_train("resume=run", f"runs={tmp_path}") == 0
+    assert_same_run(folder, runs / "run")
+    averaged = [value for name, value in saved_arrays(folder).items() if "selection_bias" in name]
+    assert len(averaged) == 2 and all(np.any(value) for value in averaged)
+    np.testing.assert_array_equal(*averaged)  # the average of parameters has the current biases
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from valkyrie.convert.architectures import (
 from valkyrie.convert.deepseek import deepseek_entries, deepseek_settings, unsupported_pattern, yarn_settings
 from valkyrie.models.block import DENSE
 from valkyrie.models.families import deepseek, gpt, gpt2, moe
+from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias, NormSpan, RopeStretch
 from valkyrie.records import decode
 from valkyrie.trees import get_value, override_text

@@ -20,14 +20,21 @@ from valkyrie.models.block import (
 )
 from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
-from valkyrie.problems import Problem, check_range
+from valkyrie.ops.choices import GroupScore, RouterScores
+from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
 
-class RouterScores(Enum):
-    """Function from a token's router logits to its scores: softmax over all experts, or a sigmoid of each logit."""
+class LoadSpan(Enum):
+    """Tokens over which the load-balancing loss counts loads.
 
-    softmax = "softmax"
-    sigmoid = "sigmoid"
+    `sequence`: Those of one sequence.
+
+    `batch`: Those of all sequences that are processed together: the batch, or a microbatch, and with
+    `partition.sum_gradients_per=step` only a device's part of it.
+    """
+
+    sequence = "sequence"
+    batch = "batch"
 
 
 class Dispatch(Enum):
@@ -50,7 +57,8 @@ class MoE(Block):
     """Mixture of experts (arXiv 1701.06538), each a feed-forward with `mlp` hidden channels.
 
     The router computes scores in float32. Every token uses the `top_k` experts with the highest scores, and sums their
-    outputs, weighted by the scores.
+    outputs, weighted by the scores. With `groups`, these experts are in the `top_groups` best groups of neighbouring
+    experts (DeepSeek-V2, arXiv 2405.04434).
 
     Args:
         experts: Number of experts.
@@ -60,12 +68,22 @@ class MoE(Block):
             2401.06066).
         kind: Nonlinearity of the experts.
         router: Function from router logits to scores.
+        selection_bias: Add a bias to the scores to choose experts, but not to weight them. After each step, the biases
+            of experts with more than the mean load decrease by `optimizer.balance_rate`, and those of others increase
+            (arXiv 2408.15664).
+        groups: Number of groups of experts.
+        top_groups: Number of groups that a token's experts are in.
+        group_score: Score of a group.
         normalize: Divide the scores of the chosen experts by their sum. With softmax, this is a softmax over the chosen
             logits (Mixtral, arXiv 2401.04088).
+        routed_scaling: Factor of the weights (DeepSeek-V3, arXiv 2412.19437: 2.5).
+        scale_inputs: Multiply the input of a token's expert by the weight, instead of its output (Llama 4). Needs
+            `top_k=1`.
         dispatch: How tokens reach their experts.
         capacity_factor: Capacity of an expert under `dispatch=dense`, relative to its share of the tokens of a sequence
             if all experts get equally many; null: capacity for all tokens.
-        balance_weight: Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961) of each sequence.
+        balance_weight: Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961).
+        balance_over: Tokens over which that loss counts loads.
         z_weight: Weight of the squared log-sum-exp of the router logits (ST-MoE, arXiv 2202.08906).
     """
 
@@ -75,10 +93,17 @@ class MoE(Block):
     shared_experts: int = 0
     kind: Nonlinearity = Nonlinearity.swiglu
     router: RouterScores = RouterScores.softmax
+    selection_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = GroupScore.top_2
     normalize: bool = False
+    routed_scaling: float = 1.0
+    scale_inputs: bool = False
     dispatch: Dispatch = Dispatch.sorted
     capacity_factor: float | None = 1.25
     balance_weight: float = 0.01
+    balance_over: LoadSpan = LoadSpan.sequence
     z_weight: float = 0.001
 
     axes = {"experts": "experts of a mixture", "mlp": "hidden channels of a feed-forward or gate"}
@@ -97,6 +122,7 @@ class MoE(Block):
         `max_load`: Assignments to the busiest expert, divided by the mean over experts.
         `dropped`: Share of assignments beyond the capacity.
         `entropy`: Mean entropy of a token's router probabilities, in nats.
+        `bias`: Largest absolute selection bias, if there are any. Its weight makes their gradients the loads.
         """
         return {
             "balance": self.balance_weight,
@@ -104,17 +130,43 @@ class MoE(Block):
             "max_load": 0.0,
             "dropped": 0.0,
             "entropy": 0.0,
-        }
+        } | ({"bias": 1.0} if self.selection_bias else {})
 
     def problems(self, key: str) -> list[Problem]:
         bounds = {"experts": 1, "top_k": 1, "mlp": 1, "shared_experts": 0, "balance_weight": 0, "z_weight": 0}
         problems = [
             p for name, least in bounds.items() for p in check_range(f"{key}.{name}", vars(self)[name], least=least)
         ]
+        problems += check_range(f"{key}.routed_scaling", self.routed_scaling, above=0)
         if self.experts >= 1:
-            problems += check_range(f"{key}.top_k", self.top_k, most=self.experts)
+            problems += self._group_problems(key)
+            problems += check_range(f"{key}.top_k", self.top_k, most=1 if self.scale_inputs else self.experts)
         otherwise = "null for no limit"
         return problems + check_range(f"{key}.capacity_factor", self.capacity_factor, above=0, otherwise=otherwise)
+
+    def _group_problems(self, key: str) -> list[Problem]:
+        """Return the problems of the settings of groups, for at least one expert."""
+        if self.groups < 1 or self.experts % self.groups:
+            nearest = nearest_divisor(self.experts, self.groups)
+            text = f"{key}.groups={self.groups} must divide {key}.experts={self.experts}. Use {key}.groups={nearest}."
+            return [Problem(ProblemCode.not_divisible, f"{key}.groups", self.groups, text, nearest=(nearest,))]
+        group_size = self.experts // self.groups
+        problems = check_range(f"{key}.top_groups", self.top_groups, least=1, most=self.groups)
+        if not problems and self.top_k > self.top_groups * group_size:
+            fitting = -(-self.top_k // group_size)
+            if fitting <= self.groups:
+                text = (
+                    f"{key}.top_groups={self.top_groups} contain {self.top_groups * group_size} experts, but "
+                    f"{key}.top_k={self.top_k}. Use {key}.top_groups={fitting} or more."
+                )
+                problems.append(Problem(ProblemCode.conflict, f"{key}.top_groups", self.top_groups, text))
+        if self.top_groups < self.groups and self.group_score is GroupScore.top_2 and group_size < 2:
+            text = (
+                f"{key}.group_score=top_2 needs two experts per group, but {key}.groups={self.groups} have one each. "
+                f"Use {key}.group_score=max."
+            )
+            problems.append(Problem(ProblemCode.conflict, f"{key}.group_score", "top_2", text))
+        return problems
 
     def sizes(self, context: BlockContext) -> dict[str, Size]:
         return {name: Size(getattr(self, name), f"{context.key}.{name}") for name in self.axes}
@@ -131,6 +183,8 @@ class MoE(Block):
         device needs the scores of all of them.
         """
         weights, rows = {"router": weight("embed", self.experts, float32=True)}, self.rows_per_token
+        if self.selection_bias:
+            weights["selection_bias"] = weight(self.experts, group="balance", float32=True)
         for name in self.matrix_names:
             is_down = name == "down"
             weights[name] = weight("experts", "embed", "mlp", output_first=is_down, matrices_per_token=rows)

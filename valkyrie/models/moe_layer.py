@@ -14,25 +14,25 @@ from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward_layer import NONLINEARITIES
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
-from valkyrie.models.moe import Dispatch, MoE, RouterScores
+from valkyrie.models.moe import Dispatch, LoadSpan, MoE
 from valkyrie.ops.experts import (
-    Routing,
     combine_dense,
     combine_sorted,
     dispatch_dense,
     dispatch_mask,
     dispatch_sorted,
     grouped_linear,
-    route,
     sort_assignments,
 )
 from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
+from valkyrie.ops.routing import Routing, route
 
 
 class MoELayer(nnx.Module):
     """A mixture of experts. Matrices are initialised like those of a dense feed-forward (`FeedForwardLayer`)."""
 
     router: nnx.Param
+    selection_bias: nnx.Param
 
     def __init__(self, block: MoE, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         self.block, self.numerics = block, numerics
@@ -40,7 +40,8 @@ class MoELayer(nnx.Module):
         down_deviation = 1 / math.sqrt(2 * context.layers * block.mlp)
         for (name, spec), weight_key in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
             deviation = down_deviation if name.endswith("down") else context.embed**-0.5
-            setattr(self, name, parameter(spec, normal(weight_key, spec.shape, deviation), numerics))
+            value = normal(weight_key, spec.shape, 0.0 if spec.group == "balance" else deviation)
+            setattr(self, name, parameter(spec, value, numerics))
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
@@ -51,9 +52,21 @@ class MoELayer(nnx.Module):
             logits = project("bse,en->bsn", x, self.router, shard=shard, numerics=FLOAT32)
             logits = shard(logits, "batch", "seq", None)
             routing = route(
-                logits, block.top_k, softmax=block.router is RouterScores.softmax, normalize=block.normalize
+                logits,
+                self.selection_bias[...] if block.selection_bias else None,
+                top_k=block.top_k,
+                router=block.router,
+                normalize=block.normalize,
+                scaling=block.routed_scaling,
+                groups=block.groups,
+                top_groups=block.top_groups,
+                group_score=block.group_score,
             )
-        y, dropped = self._apply_experts(x, routing, shard)
+        inputs, applied_routing = x, routing
+        if block.scale_inputs:
+            inputs = (x.astype(jnp.float32) * routing.weights).astype(x.dtype)
+            applied_routing = routing._replace(weights=jnp.ones_like(routing.weights))
+        y, dropped = self._apply_experts(inputs, applied_routing, shard)
         if block.shared_experts:
             hidden = self._hidden("bse,enm->bsnm", x, "shared_", shard)
             hidden = shard(hidden, "batch", "seq", None, "mlp")
@@ -117,13 +130,28 @@ class MoELayer(nnx.Module):
     def _auxiliary(
         self, logits: Float[Array, "batch seq experts"], routing: Routing, dropped: Float[Array, " batch"]
     ) -> AuxiliaryValues:
-        experts = self.block.experts
-        loads = experts * jnp.mean(routing.one_hot, axis=(1, 2), dtype=jnp.float32)
+        block = self.block
+        loads = block.experts * jnp.mean(routing.one_hot, axis=(1, 2), dtype=jnp.float32)
+        balanced_loads = jnp.mean(loads, axis=0) if block.balance_over is LoadSpan.batch else loads
         logs = jnp.log(jnp.maximum(routing.probabilities, jnp.finfo(jnp.float32).tiny))
-        return {
-            "balance": jnp.sum(loads * jnp.mean(routing.probabilities, axis=1), axis=-1),
+        values = {
+            "balance": jnp.sum(balanced_loads * jnp.mean(routing.probabilities, axis=1), axis=-1),
             "z": jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=-1),
             "max_load": jnp.max(loads, axis=-1),
             "dropped": dropped,
             "entropy": -jnp.mean(jnp.sum(routing.probabilities * logs, axis=-1), axis=-1),
         }
+        return values | ({"bias": _with_load_gradient(self.selection_bias[...], loads)} if block.selection_bias else {})
+
+
+_LOAD_GRADIENT_SCALE = 2.0**-20
+"""Factor of the gradients of selection biases. Only their signs matter, and they should not add to the global norm."""
+
+
+def _with_load_gradient(bias: Float[Array, " experts"], loads: Float[Array, "batch experts"]) -> Float[Array, " batch"]:
+    """Return the largest absolute bias, whose gradient is the load of each expert minus the mean load, scaled down.
+
+    As gradients, loads are summed over microbatches and devices under every partition and schedule.
+    """
+    excess = _LOAD_GRADIENT_SCALE * jnp.sum(bias * (loads - 1), axis=-1)
+    return jax.lax.stop_gradient(jnp.max(jnp.abs(bias)) - excess) + excess

@@ -123,6 +123,12 @@ class Stack:
         return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers) if self.block_pattern]
 
     @property
+    def feed_forward_kinds(self) -> list[str]:
+        """Name of the feed-forward of every layer, first to last. Layers without one have a name, too."""
+        pattern = self.feed_forward_pattern
+        return [pattern[i % len(pattern)] for i in range(self.layers) if pattern]
+
+    @property
     def used_mixers(self) -> dict[str, Block]:
         """The mixers that the layers use, by name."""
         mixers = self.mixer_blocks
@@ -130,10 +136,9 @@ class Stack:
 
     @property
     def used_feed_forwards(self) -> dict[str, Block]:
-        """The feed-forwards in `feed_forward_pattern`, by name."""
+        """The feed-forwards that the layers use, by name."""
         feed_forwards = self.feed_forward_blocks
-        pattern = self.feed_forward_pattern[: max(self.layers, 0)]
-        return {kind: feed_forwards[kind] for kind in pattern if kind in feed_forwards}
+        return {kind: feed_forwards[kind] for kind in self.feed_forward_kinds if kind in feed_forwards}
 
     @property
     def period(self) -> int:
@@ -202,10 +207,9 @@ class Stack:
         Mixers of the same kind are numbered, so that they can cycle through settings such as windows.
         """
         mixers, feed_forwards, mixer_counts = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
-        pattern, layers = self.feed_forward_pattern, []
-        for i, kind in enumerate(self.mixer_kinds):
+        layers = []
+        for kind, feed_forward_kind in zip(self.mixer_kinds, self.feed_forward_kinds, strict=True):
             context = BlockContext(self.embed, self.layers, mixer_counts[kind], f"model.{kind}", self.vocab_rows)
-            feed_forward_kind = pattern[i % len(pattern)]
             has_feed_forward = self.feed_forward_after is None or kind in self.feed_forward_after
             feed_forward = feed_forwards[feed_forward_kind] if has_feed_forward else None
             layers.append(Layer(kind, context, mixers[kind], feed_forward, self.residual, feed_forward_kind))

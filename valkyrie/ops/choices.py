@@ -63,6 +63,20 @@ class NormSpan(Enum):
     all_heads = "all_heads"
 
 
+class RouterScores(Enum):
+    """Function from a token's router logits to its scores: softmax over all experts, or a sigmoid of each logit."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class GroupScore(Enum):
+    """Score of a group of experts: its highest score (`max`, DeepSeek-V2), or the sum of its two highest (`top_2`)."""
+
+    max = "max"
+    top_2 = "top_2"
+
+
 @dataclass
 class RopeStretch:
     """Lowers rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).

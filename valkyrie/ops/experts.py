@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, and the dispatch of tokens to experts and back."""
+"""The dispatch of tokens to experts and back (see `valkyrie.ops.routing` for the choice of experts)."""
 
 from __future__ import annotations
 
@@ -13,42 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
 from valkyrie.ops.linear import Numerics
-
-
-class Routing(NamedTuple):
-    """Experts of each token.
-
-    Args:
-        weights: Weight of each chosen expert's output, in float32.
-        experts: Numbers of the chosen experts, highest score first.
-        one_hot: 1 for each chosen expert, in float32.
-        probabilities: Scores of all experts, divided by their sum, in float32.
-    """
-
-    weights: Float[Array, "batch seq top_k"]
-    experts: Int[Array, "batch seq top_k"]
-    one_hot: Float[Array, "batch seq top_k experts"]
-    probabilities: Float[Array, "batch seq experts"]
-
-
-def route(logits: Float[Array, "batch seq experts"], top_k: int, *, softmax: bool, normalize: bool) -> Routing:
-    """Choose the `top_k` experts with the highest router logits of each token.
-
-    Args:
-        logits: Router logits, in float32.
-        top_k: Number of experts per token.
-        softmax: Whether scores are a softmax over all experts, instead of a sigmoid of each logit.
-        normalize: Whether to divide the scores of the chosen experts by their sum.
-    """
-    scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
-    experts = jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)[1]
-    one_hot = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
-    # A product with the one-hot array instead of a gather, because the gradient of a gather is a scatter-add.
-    weights = jnp.sum(scores[:, :, None] * one_hot, axis=-1)
-    if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    probabilities = scores if softmax else scores / jnp.sum(scores, axis=-1, keepdims=True)
-    return Routing(weights, experts, one_hot, probabilities)
+from valkyrie.ops.routing import Routing
 
 
 def dispatch_mask(

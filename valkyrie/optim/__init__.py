@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
     from valkyrie.optim.muon import StackSharding
 
-UNAVERAGED_GROUPS = frozenset({"puzzle", "fixed"})
-"""Groups that `ema_decay` does not average: tables with rarely updated rows, and parameters that never change."""
+UNAVERAGED_GROUPS = frozenset({"puzzle", "balance", "fixed"})
+"""Groups with rules of their own, which `ema_decay` does not average.
+
+These are tables with rarely updated rows, biases that balance experts, and parameters that never change.
+"""
 
 _RULE_GROUPS = dict.fromkeys(("matrix", "vector", "ssm")).keys()
 """The groups that `OptimizerConfig.rules` distinguishes."""
@@ -74,6 +77,8 @@ class OptimizerConfig:
         clip_norm: Maximum global norm of the gradients, null for no clipping.
         puzzle_learning_rate: Peak rate of puzzle embeddings, which are updated by the signs of their gradients; null
             for `learning_rate`.
+        balance_rate: Change per step of the biases that balance the loads of experts (`model.moe.selection_bias`). It
+            does not follow the schedule.
         ema_decay: Decay of the moving average of parameters, null for no average.
     """
 
@@ -88,14 +93,15 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
     puzzle_learning_rate: float | None = None
+    balance_rate: float = 1e-3
     ema_decay: float | None = None
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
         """Build the transformation of each group of parameters: `matrix` (decayed), `vector` and `ssm` (not decayed).
 
         `matrix` includes embeddings. `vector` includes all other groups of `valkyrie.axes.PARAMETER_GROUPS` except
-        `puzzle` and `fixed`, for which `partition` adds rules. A family that distinguishes more groups overrides
-        `transformation` instead.
+        `puzzle`, `balance` and `fixed`, for which `partition` adds rules. A family that distinguishes more groups
+        overrides `transformation` instead.
 
         Args:
             rate: Learning rate by step.
@@ -139,8 +145,8 @@ class OptimizerConfig:
     ) -> optax.GradientTransformation:
         """Build the transformation that applies each rule to the parameters with its label.
 
-        If `puzzle` or `fixed` parameters are present, adds rules for them: sign updates with weight decay for `puzzle`,
-        and no updates for `fixed`.
+        If any are present, adds rules for `puzzle`, `balance` and `fixed` parameters: sign updates with weight decay,
+        sign updates at a constant rate, and no updates.
 
         Args:
             rules: Transformation by label, including its learning rate.
@@ -157,6 +163,7 @@ class OptimizerConfig:
             ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
             scale_by_rate = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
             all_rules["puzzle"] = optax.chain(sign_descent_on_used_rows(self.weight_decay), scale_by_rate)
+            all_rules["balance"] = optax.chain(optax.scale_by_sign(), optax.scale(-self.balance_rate))
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
 
@@ -187,7 +194,7 @@ class OptimizerConfig:
         return [
             *self.check("learning_rate", above=0),
             *self.check("puzzle_learning_rate", above=0, otherwise="null for learning_rate"),
-            *self.check("weight_decay", "warmup_steps", least=0),
+            *self.check("weight_decay", "warmup_steps", "balance_rate", least=0),
             *self.check("final_ratio", least=0, most=1),
             *self.check("decay_steps", least=1, otherwise="null for `steps`"),
             *self.check("clip_norm", above=0, otherwise="null for no clipping"),
