@@ -36,7 +36,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
-from valkyrie.search import NO_STEP_TIME, budget, compiling, mode, progress, tuning
+from valkyrie.search import NO_STEP_TIME, compiling, durations, mode, progress, tuning
 from valkyrie.search.answer import (
     compile_command,
     describe_peak,
@@ -49,6 +49,7 @@ from valkyrie.search.answer import (
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
+from valkyrie.search.budget import describe_plan
 from valkyrie.search.compile import cache as compile_cache
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
@@ -370,7 +371,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", endless)
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: earlier_s)
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: earlier_s)
     earlier_s: list[float] = []
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=1min")
     assert status == 0 and 120 <= clock[0] < 122 and answer["best"][0]["stage"] == "estimate"
@@ -391,14 +392,12 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: [70.0])
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [70.0])
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
     shown.print_start(Path("found"))
     assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue() and "mode.compiles=0" not in output.getvalue()
-    several = budget.describe_plan(
-        make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts()
-    )
+    several = describe_plan(make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts())
     assert "3 kinds of chips" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
     layout, start = make_shortlist(request).fitting[0], len(output.getvalue().splitlines())
     for seconds in (*range(0, 100, 5), *range(0, 40, 5)):  # two compiles
@@ -411,16 +410,16 @@ def test_compiles_for_another_chip_do_not_tell_how_long_one_for_v6e_takes(monkey
     monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     v5e_bytes = usable_hbm(known_chips()["v5e"])
     monkeypatch.setattr(
-        budget, "earlier_compile_seconds", lambda parameters, usable: [60.0] if usable == v5e_bytes else []
+        durations, "earlier_compile_seconds", lambda parameters, usable: [60.0] if usable == v5e_bytes else []
     )
-    plan = budget.describe_plan(make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min"), CompiledLayouts())
+    plan = describe_plan(make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min"), CompiledLayouts())
     usual_s = 4 * get_platform("tpu").usual_compile_s[1]
     assert "v6e" in plan[0] and str(usual_s) in plan[0]
     assert f"mode.budget={math.ceil((60 + usual_s) / 60)}min" in plan[1], "one compile on each chip"
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.budget=7min")
     compiled = CompiledLayouts()
     compiled.layouts = [SimpleNamespace(target=request.targets[1], step_s=1.0)]  # pyright: ignore[reportAttributeAccessIssue]
-    (line,) = budget.describe_plan(request, compiled)
+    (line,) = describe_plan(request, compiled)
     assert "v5e" in line and "60 s" in line, "v6e has a compile"
 
 
@@ -467,6 +466,19 @@ def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_f
     assert ["cache" in line for line in output.getvalue().splitlines()] == [True, False]
 
 
+@pytest.mark.parametrize(("budget", "first"), [("5min", "v4-8"), ("20min", "v6e-8")])
+def test_slices_whose_compiles_do_not_fit_in_the_budget_come_last(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, first: str
+) -> None:
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda *_: [])
+    request = make_request("mode.targets=[v6e-8,v4-8]", "batch=64", f"mode.budget={budget}")
+    shortlist = make_shortlist(request)
+    assert shortlist.fitting[0].candidate.target == "v6e-8", "estimated to be the fastest"
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=2)
+    targets = [layout.estimate.candidate.target for layout in compiles.layouts]
+    assert targets[0] == first and "v6e-8" in targets
+
+
 def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
@@ -478,7 +490,7 @@ def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "compile_trial", interrupted)
-    monkeypatch.setattr(budget, "earlier_compile_seconds", lambda parameters, usable: [49.0, 81.0])
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [49.0, 81.0])
     status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=7min")
     assert status == EXIT_INTERRUPTED and answer["why"] in answer["warning"] and answer["warning"] in printed
     assert "542 s" in answer["why"] and " partition=fsdp " in answer["why"]

@@ -5,62 +5,19 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from valkyrie.config.arguments import abbreviate_search
-from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.answer_record import RankedLayout, Stage
-from valkyrie.search.compile.cache import earlier_compile_seconds
 from valkyrie.search.compiling import CompiledLayouts
+from valkyrie.search.durations import compile_durations, durations_on
 from valkyrie.search.local_devices import missing_compilers
 from valkyrie.search.remarks import target_slice
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.rivals import may_be_better
 from valkyrie.search.shortlist import describe_chips
-from valkyrie.units import count_text, range_text
-
-
-@dataclass(frozen=True)
-class CompileDurations:
-    """Quartiles of the seconds that a compile for a chip takes, and the number of earlier compiles of such models.
-
-    Without earlier compiles, the quartiles are those of the platform (`Platform.usual_compile_s`), multiplied by
-    `ChipConfig.compile_time_ratio`. `on_chip` is a text such as ` for v6e`, or empty if all slices have the same chip.
-    """
-
-    low_s: float
-    high_s: float
-    count: int
-    on_chip: str = ""
-
-    def describe(self) -> str:
-        """Return a sentence without its full stop, such as `30 earlier compiles ... took about 76 to 160 s`."""
-        seconds = f"{range_text(self.low_s, self.high_s)} s"
-        if self.count:
-            text = f"{count_text(self.count, 'earlier compile')} of models of this size{self.on_chip}"
-            return f"{text} took about {seconds}"
-        return f"No model of this size was compiled here before{self.on_chip}. A compile often takes {seconds}"
-
-
-def compile_durations(request: SearchRequest, targets: Sequence[TargetConfig]) -> CompileDurations:
-    """Return how long a compile of a search probably takes, on that of `targets` where it takes longest."""
-    return max((_durations_on(request, target) for target in targets), key=lambda each: each.high_s)
-
-
-def _durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurations:
-    chips = {each.chip.name if each.chip else "" for each in request.targets}
-    on_chip = f" for {target.chip.name}" if target.chip and len(chips) > 1 else ""
-    seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_hbm(target.chip))
-    if seconds:
-        low_s, high_s = np.quantile(seconds, (0.25, 0.75)).tolist()
-    else:
-        ratio = target.chip.compile_time_ratio if target.chip else 1.0
-        low_s, high_s = (ratio * s for s in get_platform(target.platform).usual_compile_s)
-    return CompileDurations(low_s, high_s, len(seconds), on_chip)
+from valkyrie.units import range_text
 
 
 def describe_compile_time(request: SearchRequest, row: RankedLayout, compiled_layouts: CompiledLayouts) -> str:
@@ -68,7 +25,7 @@ def describe_compile_time(request: SearchRequest, row: RankedLayout, compiled_la
 
     If the slices have several chips, a compile that was stopped does not count: it may be for another one.
     """
-    durations = _durations_on(request, target_slice(request, row))
+    durations = durations_on(request, target_slice(request, row))
     stopped_s = 0.0 if durations.on_chip else compiled_layouts.stopped_s or 0.0
     is_longer = stopped_s > durations.high_s
     return f"more than {stopped_s:.0f} s" if is_longer else f"about {range_text(durations.low_s, durations.high_s)} s"
@@ -156,7 +113,7 @@ def _missing_targets(request: SearchRequest, compiled_layouts: CompiledLayouts) 
 
 def _missing_s(request: SearchRequest, compiled_layouts: CompiledLayouts) -> float:
     """Return how long a compile on each kind of chips without one probably takes, in total: sum of upper quartiles."""
-    return sum(_durations_on(request, target).high_s for target in _missing_targets(request, compiled_layouts))
+    return sum(durations_on(request, target).high_s for target in _missing_targets(request, compiled_layouts))
 
 
 def _compiled_kinds(request: SearchRequest) -> dict[str, TargetConfig]:

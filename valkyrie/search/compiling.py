@@ -27,6 +27,7 @@ from valkyrie.runs.folder import split_flags
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates, normal_chance
+from valkyrie.search.durations import durations_on
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.modes import compile_into_folder
@@ -202,7 +203,8 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
-    The next layout is the one with the best chance to beat the best compiled one (see `_pick_next`).
+    The next layout is the one with the best chance to beat the best compiled one (see `_pick_next`). Slices for which a
+    compile probably ends within the budget come first.
 
     Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
     median so far, without those from the cache. A compile that is running when the budget ends is stopped. After Ctrl-C
@@ -236,7 +238,8 @@ def compile_best(
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
-        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts)
+        left_s = math.inf if request.budget_s is None else request.budget_s - (time.monotonic() - stage_start)
+        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s)
         if layout is None:
             chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
             unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"
@@ -354,13 +357,15 @@ def _pick_next(
     possible: Sequence[EstimatedLayout],
     compiled_layouts: CompiledLayouts,
     find_baseline_layouts: Callable[[CompiledLayout], Sequence[EstimatedLayout]],
+    left_s: float,
 ) -> EstimatedLayout | None:
-    """Return the layout to compile next, or None if none is worth a compile.
+    """Return the layout to compile next, or None if none is worth a compile. `left_s` is what is left of the budget.
 
     Until a layout fits, this is the one with the lowest cost, divided by its chance to fit. After that, it is the one
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
     of chips without a compile come first, then a second partition, because layouts of one partition have similar
     errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
+    Chips for which a compile probably ends within the budget come before others.
 
     If the errors of a platform's estimates are unknown, such chances are as well: each kind of its chips comes first.
     """
@@ -375,13 +380,13 @@ def _pick_next(
         )
 
     if best is None:
-        return pick_cheapest(possible)
+        return pick_cheapest(_compiled_in_time(request, possible, left_s))
     if uncertain := [
         layout
         for layout in compiled_layouts.filter_uncompiled_chips(possible)
         if not get_platform(layout.group.target.platform).has_estimate_errors
     ]:
-        return pick_cheapest(uncertain)
+        return pick_cheapest(_compiled_in_time(request, uncertain, left_s))
     limit = request.cost(best.estimate, best.step_s or 0.0) / EQUAL_RATIO
     chances = {
         layout.candidate: time.chance_below(limit / request.cost(layout, 1.0)) * compiled_layouts.chance_to_fit(layout)
@@ -389,10 +394,21 @@ def _pick_next(
     }
     promising = [layout for layout in possible if chances[layout.candidate] >= MIN_CHANCE]
     if promising:
-        first = compiled_layouts.filter_uncompiled_chips(promising) or promising
+        uncompiled = compiled_layouts.filter_uncompiled_chips(promising)
+        first = _compiled_in_time(request, uncompiled, left_s) or promising
         partitions = {layout.estimate.candidate.partition for layout in compiled_layouts.layouts}
         if len(partitions) == 1:
             first = [layout for layout in first if layout.candidate.partition not in partitions] or first
         return max(first, key=lambda layout: chances[layout.candidate])
     baselines = (b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None)
     return next(baselines, None) or pick_cheapest(compiled_layouts.filter_uncompiled_chips(possible))
+
+
+def _compiled_in_time(
+    request: SearchRequest, layouts: Sequence[EstimatedLayout], left_s: float
+) -> Sequence[EstimatedLayout]:
+    """Return the layouts whose compile probably ends within `left_s` seconds, or else those that compile fastest."""
+    targets = {layout.candidate.target: layout.group.target for layout in layouts}
+    seconds = {name: durations_on(request, target).high_s for name, target in targets.items()}
+    limit_s = max(left_s, min(seconds.values(), default=0.0))
+    return [layout for layout in layouts if seconds[layout.candidate.target] <= limit_s]
