@@ -69,7 +69,7 @@ PUBLISHED_OPTIONS += ("model.residual=parallel", "model.embedding_scale=5.5", "m
 
 PARAMETER_COUNTS = {
     "deepseek_v2_lite": 15_706_484_224,
-    "deepseek_v3": 671_026_404_352,
+    "deepseek_v3": 671_026_419_200,
     "gpt2": 124_475_904,
     "gpt3_175b": 174_566_682_624,
     "gpt_125m": 123_587_328,

@@ -34,7 +34,8 @@ from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
-CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "deepseek_v2", "deepseek_v2_yarn"]
+CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "deepseek_v2"]
+CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
 VOCAB = 300
 
 
@@ -542,6 +543,44 @@ def test_an_exported_model_is_rebuilt_from_its_config(settings):
     assert windows[0] == windows[1]
     model.attention.windows = rebuilt_model.attention.windows
     assert model.attention == rebuilt_model.attention
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "deepseek_v3", "deepseek_tiny"])
+def test_an_exported_deepseek_model_is_rebuilt_from_its_config(model):
+    overrides = [] if model != "deepseek_tiny" else ["model.attention.yarn.factor=1", "model.moe.shared_experts=2"]
+    config = parse_run([f"model={model}", "mesh=1x1x1", *overrides]).model
+    settings = {k: "null" if v is None else override_text(v) for k, v in model_settings(to_config_json(config)).items()}
+    rebuilt = parse_run(
+        ["model=deepseek_schema", "mesh=1x1x1", *(f"model.{k}={v}" for k, v in settings.items())]
+    ).model
+    assert rebuilt.attention == config.attention
+    assert rebuilt.feed_forward_kinds == config.feed_forward_kinds
+    trained_only = {"balance_weight": 0, "z_weight": 0, "balance_over": None, "group_score": None}
+    assert vars(rebuilt.moe) | trained_only == vars(config.moe) | trained_only
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "key"),
+    [
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v2_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_parameters"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ],
+)
+def test_unsupported_settings_of_deepseek_are_refused_by_their_key(case, changes, key):
+    with pytest.raises(ValueError, match=f"^config.json: {key}\\b"):
+        model_settings(json.loads(str(GOLDEN[f"{case}_config"])) | changes)
+
+
+def test_modules_for_further_tokens_are_left_out(tmp_path):
+    source = write_published(tmp_path / "model", "deepseek_v3")
+    change_tensors(source, **{"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)})
+    assert convert_folder(source, tmp_path / "runs").is_dir()
+    change_tensors(source, **{"model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)})
+    with pytest.raises(ValueError, match=r"model\.layers\.4\."):
+        convert_folder(source, tmp_path / "again")
 
 
 def test_python_converts_both_ways_and_names_its_own_arguments(tmp_path, capsys):

@@ -66,6 +66,14 @@ DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_
     "bos_token_id": None,
     "eos_token_id": None,
 }
+DEEPSEEK_V3 = DEEPSEEK | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -80,6 +88,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK),
     "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 20, "rope_parameters": YARN}),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        DEEPSEEK
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0},
+    ),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK_V3),
     "qwen3_moe_dense": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
 }
 """Models by name: the prefix of their classes in transformers, and their settings."""

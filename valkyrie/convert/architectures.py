@@ -14,6 +14,7 @@ from valkyrie.convert.names import (
     LAYER_TENSORS,
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
+    SELECTION_BIAS,
     SHARED_EXPERTS,
     TOP_LEVEL_TENSORS,
     TensorLocation,
@@ -53,6 +54,7 @@ class Architecture:
         other_keys: Maps other names of keys in config.json to the names used here.
         normalize_key: Key that divides the scores of a token's experts by their sum, or None if they always are.
         lists_dense_layers: Whether config.json lists layers with a dense feed-forward instead of experts.
+        has_selection_bias: Whether experts have a bias for their choice (DeepSeek-V3).
         activation_key: Key of the nonlinearity in config.json.
         activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
             exporting writes the first.
@@ -86,6 +88,7 @@ class Architecture:
     other_keys: Mapping[str, str] = field(default_factory=dict)
     normalize_key: str | None = None
     lists_dense_layers: bool = False
+    has_selection_bias: bool = False
     activation_key: str = "hidden_act"
     activations: Mapping[str, Nonlinearity] = field(
         default_factory=lambda: {
@@ -207,42 +210,59 @@ MIXTRAL, OLMOE, QWEN3_MOE = (
         layer_tensors=LAYER_TENSORS | QWEN_EXPERTS,
     ),
 )
-DEEPSEEK_V2 = Architecture(
-    "DeepseekV2ForCausalLM",
-    "deepseek_v2",
-    family="deepseek",
-    size_keys={
-        **LLAMA.size_keys,
-        "attention.nope_dim": "qk_nope_head_dim",
-        "attention.rope_dim": "qk_rope_head_dim",
-        "attention.value_dim": "v_head_dim",
-        "attention.latent": "kv_lora_rank",
-        "moe.mlp": "moe_intermediate_size",
-        "moe.experts": "n_routed_experts",
-        "moe.top_k": "num_experts_per_tok",
-        "moe.shared_experts": "n_shared_experts",
-    },
-    other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    normalize_key="norm_topk_prob",
-    fixed_values={
-        "attention_bias": False,
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-    },
-    default_only_settings=(
-        *(setting for setting in _DEFAULT_ONLY if not setting.startswith("attention.")),
-        "moe.normalize",
-        "moe.router",
+_DEEPSEEK_SIZES = {
+    **LLAMA.size_keys,
+    "attention.nope_dim": "qk_nope_head_dim",
+    "attention.rope_dim": "qk_rope_head_dim",
+    "attention.value_dim": "v_head_dim",
+    "attention.latent": "kv_lora_rank",
+    "moe.mlp": "moe_intermediate_size",
+    "moe.experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.shared_experts": "n_shared_experts",
+}
+_DEEPSEEK_DEFAULT_ONLY = tuple(setting for setting in _DEFAULT_ONLY if not setting.startswith("attention."))
+_DEEPSEEK_DEFAULT_ONLY += ("feed_forward_pattern", "moe.scale_inputs")
+
+DEEPSEEK_V2, DEEPSEEK_V3 = (
+    Architecture(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        family="deepseek",
+        size_keys=_DEEPSEEK_SIZES,
+        other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+        normalize_key="norm_topk_prob",
+        fixed_values={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+        },
+        default_only_settings=(*_DEEPSEEK_DEFAULT_ONLY, "moe.normalize"),
+        layer_tensors=LAYER_TENSORS | LATENT_ATTENTION | QWEN_EXPERTS | SHARED_EXPERTS,
     ),
-    layer_tensors=LAYER_TENSORS | LATENT_ATTENTION | QWEN_EXPERTS | SHARED_EXPERTS,
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        family="deepseek",
+        size_keys=_DEEPSEEK_SIZES,
+        other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+        normalize_key="norm_topk_prob",
+        fixed_values={
+            "attention_bias": False,
+            "moe_layer_freq": 1,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+        },
+        has_selection_bias=True,
+        default_only_settings=_DEEPSEEK_DEFAULT_ONLY,
+        layer_tensors=LAYER_TENSORS | LATENT_ATTENTION | QWEN_EXPERTS | SHARED_EXPERTS | SELECTION_BIAS,
+    ),
 )
 ARCHITECTURES = {
     architecture.name: architecture
-    for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V2)
+    for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
 }
 """The supported architectures, by class name."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from valkyrie.models.block import DENSE
 from valkyrie.models.families import deepseek
-from valkyrie.ops.choices import Yarn
+from valkyrie.ops.choices import GroupScore, RouterScores, Yarn
+from valkyrie.trees import override_text
 
 YARN_KEYS = {
     "factor": "factor",
@@ -50,21 +50,40 @@ def yarn_entries(yarn: Yarn) -> Mapping[str, object] | None:
     return {"rope_type": "yarn"} | {name: getattr(yarn, field_name) for name, field_name in YARN_KEYS.items()}
 
 
-def deepseek_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of latent attention and of the dense layers, and a message for each unsupported value."""
+def deepseek_settings(config: Mapping[str, Any], has_selection_bias: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of latent attention, dense layers and the router, and a message for each unsupported value.
+
+    `has_selection_bias` is whether the router is that of DeepSeek-V3.
+    """
     heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     refusals = []
     if key_heads not in (None, heads):
         refusals.append(f"num_key_value_heads={key_heads} is not supported, only num_attention_heads={heads} is")
-    dense_layers, layers = config.get("first_k_dense_replace") or 0, config["num_hidden_layers"]
-    pattern = [DENSE if i < dense_layers else "moe" for i in range(layers)] if dense_layers else ["moe"]
-    return {"attention.query_latent": config.get("q_lora_rank"), "feed_forward_pattern": pattern}, refusals
+    method = config.get("topk_method", _METHODS[has_selection_bias][0])
+    if method not in _METHODS[has_selection_bias]:
+        refusals.append(f"topk_method={method} is not supported, only {' and '.join(_METHODS[has_selection_bias])}")
+    has_groups = method != "greedy"
+    return {
+        "attention.query_latent": config.get("q_lora_rank"),
+        "dense_layers": config.get("first_k_dense_replace") or 0,
+        "moe.groups": (config.get("n_group") or 1) if has_groups else 1,
+        "moe.top_groups": (config.get("topk_group") or 1) if has_groups else 1,
+        "moe.group_score": (GroupScore.top_2 if has_selection_bias else GroupScore.max).value,
+        "moe.routed_scaling": float(config.get("routed_scaling_factor", 2.5 if has_selection_bias else 1.0)),
+        "moe.router": (RouterScores.sigmoid if has_selection_bias else RouterScores.softmax).value,
+        "moe.selection_bias": has_selection_bias,
+    }, refusals
+
+
+_METHODS = {False: ("greedy", "group_limited_greedy"), True: ("noaux_tc",)}
+"""Supported values of `topk_method`, by whether the router has a selection bias. The first is the default."""
 
 
 def deepseek_entries(model: deepseek.Config) -> dict[str, object]:
-    """Return the config.json entries of latent attention and of the dense layers, except sizes."""
-    attention, kinds = model.attention, [layer.feed_forward_kind for layer in model.make_layers()]
+    """Return the config.json entries of latent attention, dense layers and the router, except sizes."""
+    attention, experts = model.attention, model.moe
     scaling = yarn_entries(attention.yarn)
+    methods = _METHODS[experts.selection_bias]
     return {
         "num_key_value_heads": attention.heads,
         "head_dim": attention.rope_dim,
@@ -73,12 +92,21 @@ def deepseek_entries(model: deepseek.Config) -> dict[str, object]:
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": attention.rope_theta, **(scaling or {"rope_type": "default"})},
         "attention_bias": False,
-        "first_k_dense_replace": kinds.count(DENSE),
+        "first_k_dense_replace": model.dense_layers,
+        "topk_method": methods[-1] if experts.groups > 1 else methods[0],
+        "n_group": experts.groups,
+        "topk_group": experts.top_groups,
+        "routed_scaling_factor": experts.routed_scaling,
     }
 
 
-def unsupported_pattern(model: deepseek.Config) -> list[str]:
-    """Return a message if a dense layer follows one with experts, which config.json cannot describe."""
-    kinds = [layer.feed_forward_kind for layer in model.make_layers()]
-    has_dense_first = kinds == sorted(kinds, key=lambda kind: kind != DENSE)
-    return [] if has_dense_first else [f"model.feed_forward_pattern={model.feed_forward_pattern}"]
+def unsupported_settings(model: deepseek.Config, has_selection_bias: bool) -> list[str]:
+    """Return the settings that DeepSeek's router does not have, as `KEY=VALUE`."""
+    experts, refusals = model.moe, []
+    if experts.selection_bias != has_selection_bias:
+        router = f"moe.router={experts.router.value}"
+        refusals.append(f"model.moe.selection_bias={override_text(experts.selection_bias)} with {router}")
+    score = GroupScore.top_2 if has_selection_bias else GroupScore.max
+    if experts.top_groups < experts.groups and experts.group_score is not score:
+        refusals.append(f"model.moe.group_score={experts.group_score.value}")
+    return refusals

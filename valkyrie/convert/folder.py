@@ -73,12 +73,16 @@ class Weights:
         return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
 
     def check_tensors(
-        self, expected_shapes: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...], architecture: str
+        self,
+        expected_shapes: Mapping[str, tuple[int, ...]],
+        ignored_suffixes: tuple[str, ...],
+        architecture: str,
+        ignored_prefixes: tuple[str, ...] = (),
     ) -> None:
         """Raise ValueError unless the tensors have the expected names and shapes, and supported dtypes.
 
-        Additional tensors are allowed if their names end in one of `ignored_suffixes`. `architecture` is the name in
-        the message.
+        Additional tensors are allowed if their names end in one of `ignored_suffixes` or begin with one of
+        `ignored_prefixes`. `architecture` is the name in the message.
         """
         missing_names = [name for name in expected_shapes if name not in self.shapes]
         misshapen_tensors = [
@@ -87,7 +91,9 @@ class Weights:
             if s != self.shapes.get(n, s)
         ]
         unexpected_names = [
-            name for name in self.shapes if name not in expected_shapes and not name.endswith(ignored_suffixes)
+            name
+            for name in self.shapes
+            if not (name in expected_shapes or name.endswith(ignored_suffixes) or name.startswith(ignored_prefixes))
         ]
         unsupported_tensors = [
             f"{name} is {dtype}"

@@ -78,7 +78,10 @@ def import_folder(
         for tensor_slice in slices
     }
     ignored_copies = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
-    weights.check_tensors(tensor_shapes, (*DERIVED_SUFFIXES, *ignored_copies), architecture.name)
+    # Modules that predict more than the next token (DeepSeek-V3) are stored as further layers.
+    ignored_layers = range(run.model.layers, run.model.layers + (weights.config.get("num_nextn_predict_layers") or 0))
+    ignored_prefixes = tuple(f"model.layers.{number}." for number in ignored_layers)
+    weights.check_tensors(tensor_shapes, (*DERIVED_SUFFIXES, *ignored_copies), architecture.name, ignored_prefixes)
     if run.model.tie_embeddings:
         _check_tied_embeddings(weights, slices_by_parameter["embedding"][0].name)
     run_folder = choose_run_folder(run)

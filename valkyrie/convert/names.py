@@ -106,6 +106,9 @@ SHARED_EXPERTS = {
 }
 """Tensor names of the shared experts. A tensor stores all of them."""
 
+SELECTION_BIAS = {"moe.selection_bias": TensorLocation("model.layers.{}.mlp.gate.e_score_correction_bias")}
+"""Tensor name of the bias for the choice of experts."""
+
 GPT2_TOP_LEVEL_TENSORS = {
     "embedding": TensorLocation("wte.weight"),
     "positions": TensorLocation("wpe.weight"),

@@ -9,6 +9,7 @@ from typing import Any
 from valkyrie.convert.architectures import (
     ARCHITECTURES,
     DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GPT2,
     LLAMA,
     MISTRAL,
@@ -21,11 +22,11 @@ from valkyrie.convert.architectures import (
     Windows,
     find_architecture,
 )
-from valkyrie.convert.deepseek import deepseek_entries, deepseek_settings, unsupported_pattern, yarn_settings
+from valkyrie.convert.deepseek import deepseek_entries, deepseek_settings, unsupported_settings, yarn_settings
 from valkyrie.models.block import DENSE
 from valkyrie.models.families import deepseek, gpt, gpt2, moe
 from valkyrie.models.stack import Stack
-from valkyrie.ops.choices import Bias, NormSpan, RopeStretch
+from valkyrie.ops.choices import Bias, NormSpan, RopeStretch, RouterScores
 from valkyrie.records import decode
 from valkyrie.trees import get_value, override_text
 
@@ -69,6 +70,10 @@ class _KeyTypes:
     norm_topk_prob: bool | None = None
     q_lora_rank: int | None = None
     first_k_dense_replace: int | None = None
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int | None = None
     mlp_only_layers: list[int] | None = None
     decoder_sparse_step: int = 1
     max_window_layers: int = 0
@@ -102,7 +107,7 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         architecture_settings["mlp"] = config.get("n_inner") or 4 * embed
     elif architecture.has_latents:
         rope, rope_refusals = _rope_settings(config, architecture)
-        latent, latent_refusals = deepseek_settings(config)
+        latent, latent_refusals = deepseek_settings(config, architecture.has_selection_bias)
         refusals += rope_refusals + latent_refusals
         architecture_settings |= rope | latent
     else:
@@ -157,7 +162,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
             f"{', '.join(refusals)} cannot be converted: {architecture.name}, the closest Hugging Face architecture, "
             f"does not support {'it' if len(refusals) == 1 else 'them'}."
         )
-    nonlinearity = model.moe.kind if isinstance(model, moe.Config | deepseek.Config) else model.feed_forward
+    nonlinearity = model.moe.kind if isinstance(model, moe.Config) else model.feed_forward
     name = next(name for name, activation in architecture.activations.items() if activation is nonlinearity)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     config |= {key: get_value(model, setting) for setting, key in architecture.size_keys.items()}
@@ -217,10 +222,10 @@ _EXPORTABLE = (gpt.Config, gpt2.Config, moe.Config, deepseek.Config)
 """Families that can be converted to config.json."""
 
 
-def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config | deepseek.Config) -> Architecture:
+def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config) -> Architecture:
     """Return the architecture that is closest to a model, judging by its attention and router."""
     if isinstance(model, deepseek.Config):
-        return DEEPSEEK_V2
+        return DEEPSEEK_V3 if model.moe.router is RouterScores.sigmoid else DEEPSEEK_V2
     if isinstance(model, gpt2.Config):
         return GPT2
     if isinstance(model, moe.Config):
@@ -365,7 +370,7 @@ def _shortest_pattern(kinds: Sequence[str]) -> list[str]:
     return next(list(kinds[:n]) for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def _expert_entries(architecture: Architecture, model: moe.Config | deepseek.Config) -> dict[str, object]:
+def _expert_entries(architecture: Architecture, model: moe.Config) -> dict[str, object]:
     """Return the config.json entries of experts and of the layers that have them, except sizes."""
     entries: dict[str, object] = {architecture.normalize_key: model.moe.normalize} if architecture.normalize_key else {}
     if architecture.lists_dense_layers:
@@ -378,7 +383,7 @@ def _expert_entries(architecture: Architecture, model: moe.Config | deepseek.Con
 
 
 def _unsupported_settings(
-    model: gpt.Config | gpt2.Config | moe.Config | deepseek.Config, architecture: Architecture
+    model: gpt.Config | gpt2.Config | moe.Config, architecture: Architecture
 ) -> list[str]:
     """Return the settings of a model that the architecture does not support, as `KEY=VALUE` for an error message."""
     defaults = type(model)()
@@ -390,7 +395,7 @@ def _unsupported_settings(
     used_feed_forwards = model.used_feed_forwards
     if DENSE in used_feed_forwards and model.feed_forward not in architecture.activations.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
-    if isinstance(model, moe.Config | deepseek.Config):
+    if isinstance(model, moe.Config):
         if model.moe.kind not in architecture.activations.values():
             refusals.append(f"model.moe.kind={model.moe.kind.value}")
         elif DENSE in used_feed_forwards and model.moe.kind is not model.feed_forward:
@@ -398,7 +403,7 @@ def _unsupported_settings(
         if architecture.normalize_key is None and not model.moe.normalize:
             refusals.append("model.moe.normalize=false")
     if isinstance(model, deepseek.Config):
-        return refusals + unsupported_pattern(model)
+        return refusals + unsupported_settings(model, architecture.has_selection_bias)
     attention = model.attention
     if architecture.is_gpt2:
         if attention.kv_heads != attention.heads:
