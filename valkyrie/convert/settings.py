@@ -382,9 +382,7 @@ def _expert_entries(architecture: Architecture, model: moe.Config) -> dict[str, 
     return entries
 
 
-def _unsupported_settings(
-    model: gpt.Config | gpt2.Config | moe.Config, architecture: Architecture
-) -> list[str]:
+def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architecture: Architecture) -> list[str]:
     """Return the settings of a model that the architecture does not support, as `KEY=VALUE` for an error message."""
     defaults = type(model)()
     refusals = [
