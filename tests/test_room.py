@@ -275,6 +275,16 @@ def test_mode_show_without_a_chip_says_that_the_choice_of_gradient_sums_depends_
     assert "per microbatch" in line and "target=" in line
 
 
+def test_the_memory_estimate_counts_the_group_of_layers_with_the_most_activations():
+    """A first layer without experts does not hide the activations of those with experts."""
+
+    def activation_bytes(dense_layers: int) -> float:
+        run = compose_run("model=moe_tiny", f"model.dense_layers={dense_layers}", "model.mlp=64", "remat=full")
+        return MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).activations.item()
+
+    assert activation_bytes(1) == activation_bytes(0) > activation_bytes(4)
+
+
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)

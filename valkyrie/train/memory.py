@@ -21,7 +21,7 @@ from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel
-from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
+from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
@@ -324,6 +324,7 @@ class MemoryEstimator:
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bytes per device of the logits in memory at the same time, and of the activations of one group of layers.
 
+        The group is that with the largest sum of both other items, such as the layers with experts after dense ones.
         The second item is all activations of the group's largest layer: the backward pass has the temporaries of one
         layer at a time. With a pipeline, it includes the residual stream of all microbatches. The third item is the
         named activations of the group's other layers.
@@ -334,17 +335,25 @@ class MemoryEstimator:
             bytes_ = self._bytes(activation)
             group, logits = (group + bytes_, logits) if activation.positions is None else (group, logits + bytes_)
         if isinstance(model, LayeredModel):
-            layers = [layer.saved_activations(is_first=False) for layer in model.segments()[0][0]]
-            totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
-            named = np.array([sum(self._bytes(a) for a in layer if a.name is not None) for layer in layers])
-            largest = totals.argmax(axis=0)[None]
-            group = np.take_along_axis(totals, largest, axis=0)[0]
-            others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
+            groups = [self._group_bytes(layers) for layers, _ in model.segments()]
+            largest = np.array([largest_layer + rest for largest_layer, rest in groups]).argmax(axis=0)[None]
+            group, others = (
+                np.take_along_axis(np.array(items), largest, axis=0)[0] for items in zip(*groups, strict=True)
+            )
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
         logits = logits * np.where(layouts.is_split_twice("embed"), GATHERED_LOGITS, 1.0)
         return logits / layouts.stages * np.where(is_pipelined & (not layouts.is_1f1b), microbatches, 1), group, others
+
+    def _group_bytes(self, group: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes per device of all activations of a group's largest layer, and of the others' named ones."""
+        layers = [layer.saved_activations(is_first=False) for layer in group]
+        totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
+        named = np.array([sum(self._bytes(a) for a in layer if a.name is not None) for layer in layers])
+        largest = totals.argmax(axis=0)[None]
+        others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
+        return np.take_along_axis(totals, largest, axis=0)[0], others
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
