@@ -143,14 +143,16 @@ ENTRY e {
   p = bf16[4096,256] parameter(0)
   buffer = bf16[16384,256] parameter(1)
   o = s32[8] parameter(2)
-  ROOT r = bf16[16384,256] ragged-all-to-all(p, buffer, o, o, o, o), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}
+  r = bf16[16384,256] ragged-all-to-all(p, buffer, o, o, o, o), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}
+  ROOT b = bf16[4096,256] ragged-all-to-all(r, p, o, o, o, o), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}},
+    frontend_attributes={valkyrie_routed_share="0.25"}
 }
 """
     machine = make_machine("v5e", make_topology((2, 4)))
     module = parse_module(text)
     reader = CollectiveReader(module, machine.mesh_axes, [0] * 8)
     collective = reader.read(module.instructions["r"])
-    assert collective.full_bytes == 4096 * 256 * 2
+    assert collective.full_bytes == reader.read(module.instructions["b"]).full_bytes == 4096 * 256 * 2
     costs = [LinkModel(replace(machine, routing_imbalance=n)).cost(collective) for n in (1.0, 1.5)]
     work_s = [cost.total_s - cost.latency_s for cost in costs]
     assert work_s[1] == pytest.approx(1.5 * work_s[0])

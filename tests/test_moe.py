@@ -313,8 +313,17 @@ def test_memory_and_gathers_of_experts_are_counted_once_per_device():
 EXPERTS_AND_MLP = ("partition.parameters.mlp=[y]", "partition.activations.mlp=[y]")
 EXPERTS_AND_MLP += ("partition.parameters.embed=[x,z]", "partition.activations.batch=[x,z]")
 EXPERTS_OF_STAGES = ("partition.parameters.experts=[x]", "partition.activations.experts=[x]")
+EXPERTS_OVER_ALL = ("partition.parameters.experts=[z,y]", "partition.activations.experts=[z,y]")
 LAYOUTS = [(dispatch, f"partition={name}") for dispatch in ("dense", "sorted") for name in ("fsdp_ep", "fsdp_tp", "sp")]
 LAYOUTS += [
+    ("exchanged", "partition=fsdp_ep"),
+    ("exchanged", "partition=fsdp"),
+    ("exchanged", "partition=fsdp_ep", "partition.parameters.experts=[y,z]", "partition.activations.experts=[y,z]"),
+    ("exchanged", "partition=fsdp_ep", *EXPERTS_AND_MLP),
+    ("exchanged", "partition=fsdp_ep", "partition.activations.batch=[x,y]"),
+    ("exchanged", "partition=fsdp_ep", "partition.activations.batch=[x,y]", *EXPERTS_OVER_ALL),
+    ("exchanged", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full"),
+    ("exchanged", "partition=pp_fsdp", "microbatches=2", *EXPERTS_OF_STAGES),
     ("sorted", "mesh=2x2x1", "partition=fsdp", "microbatches=2", "partition.sum_gradients_per=step"),
     ("sorted", "partition=fsdp", "partition.gradient_sum=all_to_all"),
     ("dense", "partition=sp", "partition.gradient_sum=all_to_all"),
@@ -328,7 +337,7 @@ LAYOUTS += [
     ("sorted", "partition=pp_fsdp", "microbatches=2", *EXPERTS_OF_STAGES),
     ("sorted", "mesh=2x1x2", "partition=pp_fsdp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
 ]
-QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[3]]
+QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[3], LAYOUTS[6]]
 
 
 @pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))
@@ -407,6 +416,9 @@ def test_an_imbalance_below_1_is_refused():
 def test_estimates_include_sorts_and_gathers_of_rows():
     (mixing,) = [each for each in step_work(parse_run(["mode=show", "model=moe_tiny"])).mixing if each.dispatched]
     assert mixing.dispatch == DispatchWork(rows=2)
+    exchanged = ("partition=fsdp_ep", "model.moe.dispatch=exchanged")
+    assert estimate(*exchanged)["moving"] > estimate("partition=fsdp_ep")["moving"]
+    assert estimate(*exchanged)["activations"] < estimate("partition=fsdp_ep")["activations"]
     run = parse_run(["mode=show", "model=moe_tiny", "target=v5e-8"])
     chip, rows = run.config.target.chip, 256 * 128 * 2 / 8
     least_s = run.model.layers * 4 * gather_seconds(rows, 128, 2, chip)

@@ -24,9 +24,10 @@ SHARED_AXES: dict[str, str] = {
 
 
 ROUTED_SHARE = "valkyrie_routed_share"
-"""Attribute of a product of groups of rows: the share of its rows that are in a group if experts get equally many.
+"""Attribute of a product of groups of rows, or of a ragged all-to-all.
 
-It is `0.5` if another device has half of the experts. The compiled program does not show it otherwise.
+The share of the rows of its operand that it uses if experts get equally many: for a product, `0.5` if another device
+has half of the experts. The compiled program does not show it otherwise.
 """
 
 GROUP_PADDING = "valkyrie_group_padding"

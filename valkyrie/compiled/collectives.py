@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from valkyrie.axes import ROUTED_SHARE
 from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
@@ -207,6 +208,7 @@ class CollectiveReader:
         operands = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
         operand_bytes = float(sum(o.shape.bytes for o in operands if o.shape.element_count != 1 or len(o.shape.dims)))
         operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in operands))
+        operand_bytes *= float(instruction.attributes.get(ROUTED_SHARE, 1))
         op_name, source = find_cause(instruction)
         if caller is not None and not op_name:
             op_name, source = find_cause(caller)

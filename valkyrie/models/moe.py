@@ -46,10 +46,14 @@ class Dispatch(Enum):
     `sorted`: Devices sort their tokens by expert, and multiply each group by the matrices of its expert (MegaBlocks,
     arXiv 2211.15841). No token skips an expert. If experts and tokens are split over the same mesh axis, devices gather
     the tokens of all devices along it and apply their own experts, and the results are reduce-scattered.
+
+    `exchanged`: Like `sorted`, but along such an axis, ragged all-to-alls send each token only to the devices of its
+    experts, once per expert. This sends less if the axis is longer than `top_k`.
     """
 
     dense = "dense"
     sorted = "sorted"
+    exchanged = "exchanged"
 
 
 @dataclass
@@ -206,7 +210,8 @@ class MoE(Block):
     def dispatched_activations(self, context: BlockContext) -> list[SavedActivation]:
         """Return the tokens that devices gather under `sorted`.
 
-        An all-to-all of the buffers of `dense` takes about a quarter of the time to gather them, on a ring of devices.
+        An all-to-all of the rows of `dense` and `exchanged` takes about a quarter of the time to gather them, on a ring
+        of devices.
         """
         count = 1.0 if self.dispatch is Dispatch.sorted else self.rows_per_token / 4
         return [SavedActivation(tensor((BATCH, SEQ, "embed"), self._sizes(context)), count)]
@@ -214,25 +219,24 @@ class MoE(Block):
     @property
     def rows_per_token(self) -> float:
         """Rows of all experts, including empty slots of their buffers under `dense`, per token."""
-        if self.dispatch is Dispatch.sorted:
+        if self.dispatch is not Dispatch.dense:
             return float(self.top_k)
         factor = math.inf if self.capacity_factor is None else self.capacity_factor
         return float(min(self.experts, self.top_k * factor))
 
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
-        if self.dispatch is Dispatch.sorted:
-            return DispatchWork(rows=self.top_k)
+        if self.dispatch is not Dispatch.dense:
+            return DispatchWork(self.top_k, self.top_k if self.dispatch is Dispatch.exchanged else 0)
         return DispatchWork(mask_elements=self.experts * self.capacity(seq))
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs, with one row per assignment of a token to an expert.
 
-        Under `sorted`, a device has the rows of all devices that split its experts' axis, most of them unused. The
-        masks of `dense` are not included.
+        Except under `dense`, a device has the rows of all devices that split its experts' axis, most of them unused.
+        The masks of `dense` are not included.
         """
         # TODO: the masks have experts * capacity elements per token, which depends on the sequence length.
-        is_sorted = self.dispatch is Dispatch.sorted
-        row = partial(saved, gathered_along=EXPERTS if is_sorted else None)
+        row = partial(saved, gathered_along=None if self.dispatch is Dispatch.dense else EXPERTS)
         rows = self.rows_per_token
         products = ("up", "gate") if self.kind.is_gated else ("up",)
         activations = [row("mlp", name=name, count=rows, product=True) for name in products]

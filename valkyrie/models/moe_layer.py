@@ -15,6 +15,7 @@ from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward_layer import NONLINEARITIES
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
 from valkyrie.models.moe import Dispatch, LoadSpan, MoE
+from valkyrie.ops.exchange import combine_exchanged, dispatch_exchanged, plan_exchange
 from valkyrie.ops.experts import (
     combine_dense,
     combine_sorted,
@@ -23,6 +24,7 @@ from valkyrie.ops.experts import (
     dispatch_sorted,
     grouped_linear,
     sort_assignments,
+    token_expert_axes,
 )
 from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
 from valkyrie.ops.routing import Routing, route
@@ -77,7 +79,7 @@ class MoELayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         """Return the weighted sum of the outputs of each token's experts, and the share of dropped assignments."""
-        if self.block.dispatch is Dispatch.sorted:
+        if self.block.dispatch is not Dispatch.dense:
             return self._apply_sorted(x, routing, shard), jnp.zeros(x.shape[0])
         mask = dispatch_mask(routing.one_hot, self.block.capacity(x.shape[1]))
         # The first constraint keeps the tokens on their devices, the second one is an all-to-all. With only the second,
@@ -97,8 +99,12 @@ class MoELayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         embed, top_k = InUse("embed"), self.block.top_k
-        rows = sort_assignments(routing.experts, self.block.experts, shard)
-        inputs = dispatch_sorted(x.astype(self.numerics.compute), rows, top_k, embed, shard)
+        forms = sort_assignments, dispatch_sorted, combine_sorted
+        if self.block.dispatch is Dispatch.exchanged and token_expert_axes(shard):
+            forms = plan_exchange, dispatch_exchanged, combine_exchanged
+        plan, dispatch, combine = forms
+        rows = plan(routing.experts, self.block.experts, shard)
+        inputs = dispatch(x.astype(self.numerics.compute), rows, top_k, embed, shard)
 
         def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:
             w, is_down = getattr(self, name), name == "down"
@@ -108,7 +114,7 @@ class MoELayer(nnx.Module):
                 return checkpoint_name(product, name)
 
         hidden = self._activate(*(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
-        return combine_sorted(multiply(hidden, "down"), rows, routing.weights, embed, shard)
+        return combine(multiply(hidden, "down"), rows, routing.weights, embed, shard)
 
     def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
         """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""

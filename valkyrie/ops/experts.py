@@ -74,7 +74,7 @@ ROWS = (BATCH, SEQ, InUse(EXPERTS))
 
 def sort_assignments(experts: Int[Array, "batch seq top_k"], count: int, shard: Shard) -> SortedRows:
     """Sort the assignments of tokens to `count` experts by expert, on each device."""
-    gathered_axes, expert_axes = _token_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
+    gathered_axes, expert_axes = token_expert_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
     local_count = count // shard.shard_count(InUse(EXPERTS))
 
     def sort(experts: Array) -> list[Array]:
@@ -98,13 +98,13 @@ def dispatch_sorted(
 
     With expert parallelism, devices first gather the tokens of their group.
     """
-    gathered_axes, other_axes = _token_axes(shard), _other_expert_axes(shard)
+    gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
     def take(x: Array, order: Array, inverse: Array, is_local: Array) -> Array:
         tokens = _gather(x.reshape(-1, x.shape[-1]), gathered_axes)
         if other_axes:
             tokens = jax.lax.pcast(tokens, other_axes, to="varying")
-        return _take_tokens(tokens, order, inverse, is_local, top_k)
+        return take_tokens(tokens, order, inverse, is_local, top_k)
 
     in_axes = ((BATCH, SEQ, axis), (ROWS,), (ROWS,), (ROWS,))
     return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, rows.order, rows.inverse, rows.is_local)
@@ -121,17 +121,13 @@ def combine_sorted(
 
     `axis` is the logical axis of their channels. With expert parallelism, devices add the sums of their group.
     """
-    gathered_axes, other_axes = _token_axes(shard), _other_expert_axes(shard)
+    gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
     def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, weights: Array) -> Array:
         batch, seq, top_k = weights.shape
         gathered_weights = _gather(weights.reshape(-1, top_k), gathered_axes)
-        assignments = _permute(outputs, inverse, order)
-        assignments = jnp.where(is_local[:, None], assignments, 0).reshape(*gathered_weights.shape, -1)
-        y = jnp.einsum("tke,tk->te", assignments, gathered_weights, preferred_element_type=jnp.float32)
-        if other_axes:
-            y = jax.lax.psum(y, other_axes)
-        y = y.astype(outputs.dtype)
+        assignments = permute_rows(outputs, inverse, order)
+        y = add_over_experts(assignments, is_local, gathered_weights, other_axes).astype(outputs.dtype)
         if gathered_axes:
             y = jax.lax.psum_scatter(y, gathered_axes, scatter_dimension=0, tiled=True)
         return y.reshape(batch, seq, -1)
@@ -139,6 +135,18 @@ def combine_sorted(
     in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS,), (BATCH, SEQ, None))
     combined = shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)
     return combined(outputs, rows.order, rows.inverse, rows.is_local, weights)
+
+
+def add_over_experts(
+    assignments: Float[Array, "assignments embed"],
+    is_local: Bool[Array, " assignments"],
+    weights: Float[Array, "tokens top_k"],
+    other_axes: tuple[str, ...],
+) -> Float[Array, "tokens embed"]:
+    """Return the weighted sum of a token's outputs that are local, over its experts on all `other_axes`, in float32."""
+    local = jnp.where(is_local[:, None], assignments, 0).reshape(*weights.shape, -1)
+    y = jnp.einsum("tke,tk->te", local, weights, preferred_element_type=jnp.float32)
+    return jax.lax.psum(y, other_axes) if other_axes else y
 
 
 def grouped_linear(
@@ -213,15 +221,15 @@ def grouped_linear(
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes), group_sizes)
 
 
-def _token_axes(shard: Shard) -> tuple[str, ...]:
+def token_expert_axes(shard: Shard) -> tuple[str, ...]:
     """Return the mesh axes along which devices have different tokens and different experts."""
     token_axes = {*shard.activation_mesh_axes(BATCH), *shard.activation_mesh_axes(SEQ)}
     return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m in token_axes)
 
 
-def _other_expert_axes(shard: Shard) -> tuple[str, ...]:
+def other_expert_axes(shard: Shard) -> tuple[str, ...]:
     """Return the mesh axes along which devices have the same tokens and different experts."""
-    token_axes = _token_axes(shard)
+    token_axes = token_expert_axes(shard)
     return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m not in token_axes)
 
 
@@ -230,7 +238,7 @@ def _gather(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _take_tokens(
+def take_tokens(
     tokens: Float[Array, "tokens embed"],
     order: Int[Array, " rows"],
     inverse: Int[Array, " rows"],
@@ -244,7 +252,7 @@ def _take_tokens(
 def _take_tokens_forward(
     tokens: Array, order: Array, inverse: Array, is_local: Array, top_k: int
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _take_tokens(tokens, order, inverse, is_local, top_k), (inverse, is_local)
+    return take_tokens(tokens, order, inverse, is_local, top_k), (inverse, is_local)
 
 
 def _take_tokens_backward(top_k: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, None, None, None]:
@@ -253,15 +261,15 @@ def _take_tokens_backward(top_k: int, residuals: tuple[Array, Array], g: Array) 
     return jnp.sum(assignments, axis=1, dtype=jnp.float32).astype(g.dtype), None, None, None
 
 
-_take_tokens.defvjp(_take_tokens_forward, _take_tokens_backward)
+take_tokens.defvjp(_take_tokens_forward, _take_tokens_backward)
 
 
 @jax.custom_vjp
-def _permute(
+def permute_rows(
     x: Float[Array, "rows embed"], order: Int[Array, " rows"], inverse: Int[Array, " rows"]
 ) -> Float[Array, "rows embed"]:
     """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
     return x[order]
 
 
-_permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, g: (g[inverse], None, None))
+permute_rows.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, g: (g[inverse], None, None))

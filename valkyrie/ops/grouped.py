@@ -107,7 +107,7 @@ def _row_products(backend: str) -> Callable[..., Array]:
             return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_in_group, product, old), start, 0)
 
         y = jnp.zeros((len(x), w.shape[2]), x.dtype)
-        return jax.lax.fori_loop(0, _count_steps(steps, backend), update, _vary_like(y, x, w, sizes))
+        return jax.lax.fori_loop(0, _count_steps(steps, backend), update, vary_like(y, x, w, sizes))
 
     return _map_over_batch(multiply)
 
@@ -127,7 +127,7 @@ def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
             return jax.lax.dynamic_update_index_in_dim(total, total[group] + product, group, 0)
 
         total = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
-        return jax.lax.fori_loop(0, _count_steps(steps, backend), add, _vary_like(total, x, g, sizes)).astype(dtype)
+        return jax.lax.fori_loop(0, _count_steps(steps, backend), add, vary_like(total, x, g, sizes)).astype(dtype)
 
     def multiply(x: Array, g: Array, sizes: Array) -> Array:
         tiles = kernel_tiles(len(x), x.shape[1], g.shape[1], x.dtype.itemsize, jnp.dtype(dtype).itemsize)
@@ -210,7 +210,7 @@ def _tile_rows(backend: str, rows: int, groups: int) -> int:
     return min(rows, limit, max(SMALLEST_TILE, 1 << (rows // groups).bit_length() - 1 if rows >= groups else 0))
 
 
-def _vary_like(initial: Array, *arrays: Array) -> Array:
+def vary_like(initial: Array, *arrays: Array) -> Array:
     """Mark an initial value as different on each device over the mesh axes of `arrays`, as in `jax.shard_map`."""
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return jax.lax.pcast(initial, tuple(sorted(axes)), to="varying") if axes else initial

@@ -241,7 +241,9 @@ class StepEstimator:
             work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             if work.rows:
                 (axis,) = mixing.dispatched_axes
-                rows = self.local_tokens * work.rows * layouts.gathered_copies(axis)
+                copies = layouts.gathered_copies(axis)
+                sent_rows = np.where(copies > 1, work.sent_rows, 0.0)
+                rows = self.local_tokens * (work.rows * copies + sent_rows)
                 gather_s = gather_seconds(rows, width, self.work.itemsize, self.chip)
                 sort_s = sort_seconds(rows, self.chip)
                 seconds += mixing.count * (2 * forward_passes * (gather_s + sort_s) + 2 * gather_s)
