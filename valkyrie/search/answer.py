@@ -56,8 +56,8 @@ def rank_layouts(
 ) -> list[RankedLayout]:
     """Return the best `count` layouts, compiled or estimated, ordered by `SearchRequest.cost`.
 
-    Estimates are corrected by compiled layouts. The best compiled layout is the first one, unless even the slow end of
-    an estimate's interval beats it. The best layout on each kind and number of chips, and of
+    Estimates are corrected by compiled layouts. The best compiled layout is the first one, unless an estimate
+    is below it by more than the error of estimates. The best layout on each kind and number of chips, and of
     slices, is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
@@ -74,7 +74,7 @@ def rank_layouts(
 def _order_rows(
     request: SearchRequest, pairs: Sequence[tuple[EstimatedLayout, RankedLayout]]
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
-    """Return rows by cost, but the best compiled one first, unless an estimate's whole interval is below its time."""
+    """Return rows by cost, but the best compiled one first, unless an estimate with its error is below its time."""
     ordered = sorted(pairs, key=lambda pair: request.cost(pair[0], pair[1].step_s))
     best = next((pair for pair in ordered if pair[1].stage is Stage.compile), None)
     if best is None:
