@@ -14,6 +14,8 @@ import pytest
 from helpers import compose_run
 from machines import needs_libtpu
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.search.estimate.efficiency import chip_efficiency
+from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.train.program import StepProgram
 
 pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
@@ -176,3 +178,19 @@ def test_a_step_that_may_not_fit_keeps_no_unsummed_gradient_of_the_head(tied: bo
     assert needed is not None and usable is not None and needed < 0.96 * usable
     smaller = run.changed(batch=256)
     assert not StepProgram(smaller, abstract_mesh(smaller.config.mesh), backend="tpu").shard.sums_head_first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dispatch", "kind"), [("sorted", "reduce-scatter"), ("exchanged", "ragged-all-to-all")])
+def test_steps_with_experts_are_predicted_and_estimated_alike(folder: Path, dispatch: str, kind: str):
+    overrides = ["model=moe_tiny", f"model.moe.dispatch={dispatch}", "partition=fsdp_ep", "mesh=2x1x2", "target=v5e-4"]
+    overrides += ["batch=128", "precision=bf16"]
+    result = run_train_process(folder, "mode=compile", *overrides, f"name={dispatch}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((folder / "runs" / dispatch / "compile.json").read_text())
+    over_experts = [use for use in record["communication"]["collectives"] if use["mesh_axes"] == ["z"]]
+    assert kind in {use["kind"] for use in over_experts}
+    run = compose_run(*overrides)
+    estimate_s = estimate_runs([run], chip_efficiency(run.config.target.chip))[0]["step"]
+    assert 0.6 < record["step"]["step_s"] / estimate_s < 1.6
+    assert any("routing" in note for note in record["notes"])

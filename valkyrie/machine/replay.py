@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from valkyrie.axes import ROUTED_SHARE
 from valkyrie.compiled.collectives import (
     ASYNC_DONE,
     ASYNC_START,
@@ -311,7 +312,8 @@ class _Replayer:
         link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
         transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
-            self._notes["a ragged-all-to-all is assumed to send its whole operand, evenly across its group"] = None
+            text = f"a ragged-all-to-all is assumed to send its whole operand, or its share {ROUTED_SHARE}"
+            self._notes[f"{text}, evenly across its group"] = None
         self._links.start(transfer)
         return transfer
 
