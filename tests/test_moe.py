@@ -49,6 +49,12 @@ def build(**settings):
     return block, module, jax.random.normal(jax.random.key(0), (BATCH, SEQ, EMBED))
 
 
+def randomize_biases(block: MoE, module) -> None:
+    for i, name in enumerate(("router", *block.matrix_names) if block.biases else ()):
+        bias = getattr(module, f"{name}_bias")
+        bias[...] = 4 * jax.random.normal(jax.random.key(i), bias.shape)  # large enough for clamps to matter
+
+
 def apply(module, x):
     return module(x, Boundaries(), UNSHARDED)
 
@@ -57,18 +63,24 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
     """Return the output token by token, in float64. Every expert takes at most `block.capacity` tokens a sequence."""
     weights = {name: np.asarray(getattr(module, name)[...], np.float64) for name in ("router", *block.matrix_names)}
 
+    def product(x, name, i):
+        matrix = weights[name][i].T if name == "down" else weights[name][i]
+        return x @ matrix + (np.asarray(getattr(module, f"{name}_bias")[i]) if block.biases else 0)
+
     def expert(token, i):
-        up, down = token @ weights["up"][i], weights["down"][i]
+        up = product(token, "up", i)
         if not block.kind.is_gated:
-            return np.maximum(up, 0) @ down.T
-        gate = token @ weights["gate"][i]
-        return (gate / (1 + np.exp(-gate)) * up) @ down.T
+            return product(np.maximum(up, 0), "down", i)
+        gate, slope = product(token, "gate", i), 1.0
+        if block.kind is Nonlinearity.clamped_swiglu:
+            up, gate, slope = np.clip(up, -7, 7) + 1, np.minimum(gate, 7), 1.702
+        return product(gate / (1 + np.exp(-slope * gate)) * up, "down", i)
 
     y, capacity = np.zeros(x.shape), block.capacity(x.shape[1])
     for row in range(x.shape[0]):
         counts = np.zeros(block.experts, int)
         for position, token in enumerate(np.asarray(x[row], np.float64)):
-            logits = token @ weights["router"]
+            logits = token @ weights["router"] + (np.asarray(module.router_bias[...]) if block.biases else 0)
             is_softmax = block.router is RouterScores.softmax
             scores = np.exp(logits) / np.exp(logits).sum() if is_softmax else 1 / (1 + np.exp(-logits))
             choice = scores + (np.asarray(module.selection_bias[...]) if block.selection_bias else 0)
@@ -94,6 +106,8 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
         {"capacity_factor": 0.5, "dispatch": Dispatch.dense},
         {"dispatch": Dispatch.dense},
         {"router": RouterScores.sigmoid, "top_k": 1, "scale_inputs": True},
+        {"kind": Nonlinearity.clamped_swiglu, "biases": True, "normalize": True},
+        {"kind": Nonlinearity.clamped_swiglu, "biases": True, "dispatch": Dispatch.dense},
         {"experts": 8, "groups": 4, "top_groups": 2, "routed_scaling": 2.5, "normalize": True},
         {"experts": 8, "groups": 2, "top_groups": 1, "group_score": GroupScore.max, "selection_bias": True, "top_k": 3},
     ],
@@ -102,6 +116,7 @@ def test_a_mixture_equals_a_calculation_token_by_token(settings):
     block, module, x = build(**settings)
     if block.selection_bias:
         module.selection_bias[...] = jnp.linspace(0.5, -0.5, block.experts)
+    randomize_biases(block, module)
     y, values = jax.jit(apply)(module, x)
     np.testing.assert_allclose(y, apply_by_hand(block, module, x), rtol=1e-4, atol=1e-6)
     assert set(values) == set(block.auxiliary) and {v.shape for v in values.values()} == {(BATCH,)}
@@ -111,21 +126,25 @@ def test_a_mixture_equals_a_calculation_token_by_token(settings):
         assert np.all(values["dropped"] >= 1 - block.capacity_factor - 1e-6)
 
 
-@pytest.mark.parametrize("kind", [Nonlinearity.swiglu, Nonlinearity.relu2])
-def test_dispatch_forms_have_the_same_values_and_gradients(kind):
+@pytest.mark.parametrize(
+    ("kind", "biases"),
+    [(Nonlinearity.swiglu, False), (Nonlinearity.relu2, False), (Nonlinearity.clamped_swiglu, True)],
+)
+def test_dispatch_forms_have_the_same_values_and_gradients(kind, biases):
     def loss(module, x):
         y, values = apply(module, x)
         return jnp.sum(jnp.sin(y) * jnp.arange(EMBED)) + sum(value.sum() for value in values.values())
 
     results = []
     for dispatch in Dispatch:
-        _, module, x = build(kind=kind, dispatch=dispatch)
+        block, module, x = build(kind=kind, dispatch=dispatch, biases=biases)
+        randomize_biases(block, module)
         value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(module, x)
         results.append((value, *jax.tree.leaves(gradients)))
     for arrays in zip(*results, strict=True):
         for array in arrays[1:]:
             np.testing.assert_allclose(array, arrays[0], rtol=2e-5, atol=2e-5 * np.abs(arrays[0]).max())
-    assert len(results[0]) == 2 + len(MoE(kind=kind).matrix_names) + 1
+    assert len(results[0]) == 2 + (len(MoE(kind=kind).matrix_names) + 1) * (1 + biases)
 
 
 def test_a_sorted_dispatch_has_no_scatter():
@@ -354,6 +373,22 @@ def test_every_dispatch_takes_the_same_steps_under_every_layout(layout):
         for name in ("balance", "z", "max_load", "dropped", "entropy"):
             np.testing.assert_allclose(metrics[f"moe/{name}"], expected_metrics[f"moe/{name}"], rtol=2e-5, atol=1e-7)
     assert (steps.metrics[0]["moe/dropped"] > 0.05) == (dispatch == "dense")
+
+
+EXPERT_BIAS_LAYOUTS = [
+    ("sorted", "partition=fsdp_ep", *EXPERTS_AND_MLP),
+    ("dense", "partition=fsdp_ep"),
+    ("sorted", "partition=fsdp_tp"),
+]
+
+
+@pytest.mark.parametrize("layout", mark_slow_except(EXPERT_BIAS_LAYOUTS, EXPERT_BIAS_LAYOUTS[:1]), ids=str)
+def test_biases_of_experts_take_the_same_steps_under_every_layout(layout):
+    dispatch, *overrides = layout
+    settings = ("model.moe.biases=true", "model.moe.kind=clamped_swiglu", f"model.moe.dispatch={dispatch}")
+    state = randomize_zero_parameters(initial_state((*small_overrides("moe_tiny"), *settings)))
+    steps = run_two_steps(small_run("moe_tiny", *settings, "mesh=2x2x2", *overrides), state)
+    assert_same_steps(steps, reference_steps("moe_tiny", *settings))
 
 
 def test_estimates_include_the_time_to_send_tokens_to_experts():

@@ -166,7 +166,7 @@ _MOE_SIZES = {
     "moe.top_k": "num_experts_per_tok",
 }
 _MOE_DEFAULT_ONLY = (*_DEFAULT_ONLY, "moe.shared_experts", "moe.router", "moe.selection_bias", "moe.groups")
-_MOE_DEFAULT_ONLY += ("moe.routed_scaling", "moe.scale_inputs")
+_MOE_DEFAULT_ONLY += ("moe.routed_scaling", "moe.scale_inputs", "moe.biases")
 
 MIXTRAL, OLMOE, QWEN3_MOE = (
     Architecture(

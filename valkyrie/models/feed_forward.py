@@ -11,9 +11,14 @@ from valkyrie.problems import Problem, check_range
 
 
 class Nonlinearity(Enum):
-    """The nonlinearity of a feed-forward: gated (`swiglu`, `geglu`: three matrices) or plain (two matrices)."""
+    """The nonlinearity of a feed-forward: gated (three matrices) or plain (two matrices).
+
+    Gated are `swiglu`, `geglu`, and `clamped_swiglu` (gpt-oss): (up + 1) * gate * sigmoid(1.702 gate), with up between
+    -7 and 7, and gate at most 7.
+    """
 
     swiglu = "swiglu"
+    clamped_swiglu = "clamped_swiglu"
     geglu = "geglu"
     gelu = "gelu"
     relu = "relu"
@@ -22,7 +27,7 @@ class Nonlinearity(Enum):
     @property
     def is_gated(self) -> bool:
         """Whether a third matrix gates the hidden activations."""
-        return self in (Nonlinearity.swiglu, Nonlinearity.geglu)
+        return self in (Nonlinearity.swiglu, Nonlinearity.clamped_swiglu, Nonlinearity.geglu)
 
 
 @dataclass

@@ -15,14 +15,30 @@ from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 from valkyrie.models.layers import Boundaries, add_bias, normal, parameter, project
 from valkyrie.ops.linear import Numerics, compute_cotangents_once
 
+_CLAMP, _SLOPE = 7.0, 1.702
+"""Bound of the hidden activations, and slope of the sigmoid, of `clamped_swiglu`."""
+
 NONLINEARITIES = {
     Nonlinearity.swiglu: jax.nn.silu,
+    Nonlinearity.clamped_swiglu: lambda x: x * jax.nn.sigmoid(_SLOPE * x),
     Nonlinearity.geglu: jax.nn.gelu,
     Nonlinearity.gelu: jax.nn.gelu,
     Nonlinearity.relu: jax.nn.relu,
     Nonlinearity.relu2: lambda x: jnp.square(jax.nn.relu(x)),
 }
 """Function applied to the gate of a gated feed-forward, or to the hidden activations of a plain one."""
+
+
+def activate(
+    kind: Nonlinearity, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """Return the hidden activations of a feed-forward. `gate` is None for plain kinds."""
+    if gate is None:
+        return NONLINEARITIES[kind](up)
+    factor, gate_input = compute_cotangents_once(up, gate)
+    if kind is Nonlinearity.clamped_swiglu:
+        factor, gate_input = jnp.clip(factor, -_CLAMP, _CLAMP) + 1, jnp.minimum(gate_input, _CLAMP)
+    return NONLINEARITIES[kind](gate_input) * factor
 
 
 class FeedForwardLayer(nnx.Module):
@@ -49,11 +65,9 @@ class FeedForwardLayer(nnx.Module):
         )
         if self.kind.is_gated:
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
-            gate = self._add_bias(gate, "gate", shard)
-            up, gate = compute_cotangents_once(up, gate)
-            hidden = NONLINEARITIES[self.kind](gate) * up
+            hidden = activate(self.kind, up, self._add_bias(gate, "gate", shard))
         else:
-            hidden = NONLINEARITIES[self.kind](up)
+            hidden = activate(self.kind, up)
         hidden = shard(hidden, "batch", "seq", "mlp")
         down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
         return self._add_bias(down, "down", shard)

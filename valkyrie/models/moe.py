@@ -71,6 +71,7 @@ class MoE(Block):
         shared_experts: Number of additional experts that every token uses, with weight 1 (DeepSeekMoE, arXiv
             2401.06066).
         kind: Nonlinearity of the experts.
+        biases: Add a bias to the router logits and to each product of the experts (gpt-oss). Shared experts have none.
         router: Function from router logits to scores.
         selection_bias: Add a bias to the scores to choose experts, but not to weight them. After each step, the biases
             of experts with more than the mean load decrease by `optimizer.balance_rate`, and those of others increase
@@ -96,6 +97,7 @@ class MoE(Block):
     mlp: int = 512
     shared_experts: int = 0
     kind: Nonlinearity = Nonlinearity.swiglu
+    biases: bool = False
     router: RouterScores = RouterScores.softmax
     selection_bias: bool = False
     groups: int = 1
@@ -189,9 +191,13 @@ class MoE(Block):
         weights, rows = {"router": weight("embed", self.experts, float32=True)}, self.rows_per_token
         if self.selection_bias:
             weights["selection_bias"] = weight(self.experts, group="balance", float32=True)
+        if self.biases:
+            weights["router_bias"] = weight(self.experts, group="vector", float32=True)
         for name in self.matrix_names:
             is_down = name == "down"
             weights[name] = weight("experts", "embed", "mlp", output_first=is_down, matrices_per_token=rows)
+            if self.biases:
+                weights[f"{name}_bias"] = weight("experts", "embed" if is_down else "mlp", group="vector")
             if self.shared_experts:
                 weights[f"shared_{name}"] = weight("embed", self.shared_experts, "mlp", output_first=is_down)
         return weights

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.models.block import BlockContext
-from valkyrie.models.feed_forward_layer import NONLINEARITIES
-from valkyrie.models.layers import AuxiliaryValues, Boundaries, normal, parameter, project
+from valkyrie.models.feed_forward_layer import activate
+from valkyrie.models.layers import AuxiliaryValues, Boundaries, add_bias, normal, parameter, project
 from valkyrie.models.moe import Dispatch, LoadSpan, MoE
 from valkyrie.ops.exchange import combine_exchanged, dispatch_exchanged, plan_exchange
 from valkyrie.ops.experts import (
+    add_grouped_bias,
     combine_dense,
     combine_sorted,
     dispatch_dense,
@@ -26,7 +27,7 @@ from valkyrie.ops.experts import (
     sort_assignments,
     token_expert_axes,
 )
-from valkyrie.ops.linear import FLOAT32, Numerics, compute_cotangents_once
+from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.ops.routing import Routing, route
 
 
@@ -34,6 +35,7 @@ class MoELayer(nnx.Module):
     """A mixture of experts. Matrices are initialised like those of a dense feed-forward (`FeedForwardLayer`)."""
 
     router: nnx.Param
+    router_bias: nnx.Param
     selection_bias: nnx.Param
 
     def __init__(self, block: MoE, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
@@ -42,7 +44,7 @@ class MoELayer(nnx.Module):
         down_deviation = 1 / math.sqrt(2 * context.layers * block.mlp)
         for (name, spec), weight_key in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
             deviation = down_deviation if name.endswith("down") else context.embed**-0.5
-            value = normal(weight_key, spec.shape, 0.0 if spec.group == "balance" else deviation)
+            value = normal(weight_key, spec.shape, deviation if spec.group == "matrix" else 0.0)
             setattr(self, name, parameter(spec, value, numerics))
 
     def __call__(
@@ -52,7 +54,7 @@ class MoELayer(nnx.Module):
         block = self.block
         with jax.named_scope("router"):
             logits = project("bse,en->bsn", x, self.router, shard=shard, numerics=FLOAT32)
-            logits = shard(logits, "batch", "seq", None)
+            logits = shard(add_bias(logits, self.router_bias, shard) if block.biases else logits, "batch", "seq", None)
             routing = route(
                 logits,
                 self.selection_bias[...] if block.selection_bias else None,
@@ -111,27 +113,31 @@ class MoELayer(nnx.Module):
             axes, settings = w.get_metadata()["logical_axes"], {"shard": shard, "numerics": self.numerics}
             with jax.named_scope(name):
                 product = grouped_linear(x, w[...], rows.group_sizes, axes=axes, output_first=is_down, **settings)
-                return checkpoint_name(product, name)
+                product = checkpoint_name(product, name)
+                if not self.block.biases:
+                    return product
+                bias = getattr(self, f"{name}_bias")
+                axes = bias.get_metadata()["logical_axes"]
+                return add_grouped_bias(product, bias[...], rows.group_sizes, axes=axes, shard=shard)
 
-        hidden = self._activate(*(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
+        hidden = activate(self.block.kind, *(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
         return combine(multiply(hidden, "down"), rows, routing.weights, embed, shard)
 
     def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
         """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""
         names = self.block.matrix_names[:-1]
-        return self._activate(*(self._project(equation, x, prefix + name, shard) for name in names))
-
-    def _activate(self, up: Float[Array, "..."], gate: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-        nonlinearity = NONLINEARITIES[self.block.kind]
-        if gate is None:
-            return nonlinearity(up)
-        up, gate = compute_cotangents_once(up, gate)
-        return nonlinearity(gate) * up
+        return activate(self.block.kind, *(self._project(equation, x, prefix + name, shard) for name in names))
 
     def _project(self, equation: str, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
         rows = (BATCH, SEQ) if name.startswith("shared_") else (EXPERTS, BATCH)
         weights = getattr(self, name)
-        return project(equation, x, weights, shard=shard, numerics=self.numerics, name=name, row_axes=rows)
+        product = project(equation, x, weights, shard=shard, numerics=self.numerics, name=name, row_axes=rows)
+        if not self.block.biases or name.startswith("shared_"):
+            return product
+        bias = getattr(self, f"{name}_bias")
+        axes = bias.get_metadata()["logical_axes"]
+        bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
+        return (product.astype(jnp.float32) + bias_f32[:, None, None]).astype(product.dtype)
 
     def _auxiliary(
         self, logits: Float[Array, "batch seq experts"], routing: Routing, dropped: Float[Array, " batch"]

@@ -221,6 +221,40 @@ def grouped_linear(
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes), group_sizes)
 
 
+def add_grouped_bias(
+    x: Float[Array, "rows channels"],
+    bias: Float[Array, "experts channels"],
+    group_sizes: Int[Array, "shards local_experts"],
+    *,
+    axes: tuple[str, str],
+    shard: Shard,
+) -> Float[Array, "rows channels"]:
+    """Add the bias of its expert to each row, in x's dtype. The addition is done in float32.
+
+    Multiplies a one-hot matrix by the biases, because the gradient of a gather is a scatter-add. Rows of no group stay
+    unchanged.
+
+    Args:
+        x: Rows sorted by expert, concatenated over devices (`ROWS`).
+        bias: The parameter, with logical axes `axes`.
+        group_sizes: Number of rows of each expert on each device.
+        axes: Logical axes of the parameter.
+        shard: Places arrays on the mesh.
+    """
+    experts, channels = (InUse(axis) for axis in axes)
+
+    def add(x: Array, bias: Array, sizes: Array) -> Array:
+        ends, rows = jnp.cumsum(sizes[0]), jnp.arange(x.shape[0])[:, None]
+        is_in_group = (rows < ends) & (rows >= ends - sizes[0])
+        row_bias = jnp.dot(is_in_group.astype(jnp.float32), bias, precision=jax.lax.Precision.HIGHEST)
+        row_bias = jnp.where(rows < ends[-1], row_bias, 0)  # other rows, and their gradients, may be NaN
+        return (x.astype(jnp.float32) + row_bias).astype(x.dtype)
+
+    bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias, *axes).astype(jnp.float32), *axes)
+    in_axes = ((ROWS, channels), (experts, channels), (ROWS, None))
+    return shard.map(add, in_axes, (ROWS, channels), check_vma=True)(x, bias_f32, group_sizes)
+
+
 def token_expert_axes(shard: Shard) -> tuple[str, ...]:
     """Return the mesh axes along which devices have different tokens and different experts."""
     token_axes = {*shard.activation_mesh_axes(BATCH), *shard.activation_mesh_axes(SEQ)}
