@@ -6,7 +6,7 @@ and a sort is a network of compare-exchange steps on whole vectors (final bundle
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def gather_seconds(rows: Amount, width: Amount, itemsize: int, chip: ChipConfig)
     Chips without TPU cores move the bytes at the bandwidth of HBM.
     """
     if get_platform(chip.platform).runs_pallas_tpu:
-        tiles = np.ceil(width / 128) * itemsize / 2
+        tiles: Any = np.ceil(width / 128) * itemsize / 2
         return rows * (GATHER_ROW_CYCLES / _clock_hz(chip) + tiles * GATHER_TILE_S / chip.cores)
     return 2 * rows * width * itemsize / _hbm_rate(chip)
 
@@ -34,7 +34,7 @@ def sort_seconds(count: Amount, chip: ChipConfig, length: float | None = None) -
     They are sorted in parts of `length` numbers, or all together if it is None.
     """
     if get_platform(chip.platform).runs_pallas_tpu:
-        levels = np.log2(np.maximum(count if length is None else length, 2.0))
+        levels: Any = np.log2(np.maximum(count if length is None else length, 2.0))
         return SORT_STEP_CYCLES * count * levels * (levels + 1) / 2 / _clock_hz(chip)
     return 8 * 2 * 8 * count / _hbm_rate(chip)  # a radix sort passes over 8 bytes once per byte
 

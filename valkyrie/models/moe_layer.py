@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,11 +103,11 @@ class MoELayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         embed, top_k = InUse("embed"), self.block.top_k
-        forms = sort_assignments, dispatch_sorted, combine_sorted
+        forms: tuple[Callable[..., Any], ...] = sort_assignments, dispatch_sorted, combine_sorted
         if self.block.dispatch is Dispatch.exchanged and token_expert_axes(shard):
             forms = plan_exchange, dispatch_exchanged, combine_exchanged
         plan, dispatch, combine = forms
-        rows = plan(routing.experts, self.block.experts, shard)
+        rows: Any = plan(routing.experts, self.block.experts, shard)
         inputs = dispatch(x.astype(self.numerics.compute), rows, top_k, embed, shard)
 
         def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:

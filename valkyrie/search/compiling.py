@@ -203,10 +203,7 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
-    The next layout is the one with the best chance to beat the best compiled one (see `_pick_next`). Slices for which a
-    compile probably ends within the budget come first.
-
-    Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
+    `_pick_next` chooses the next layout. Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
     median so far, without those from the cache. A compile that is running when the budget ends is stopped. After Ctrl-C
     (KeyboardInterrupt), `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an
     environment variable makes every compile fail.
@@ -227,9 +224,11 @@ def compile_best(
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
     stage_start, durations_s = time.monotonic(), list[float]()
 
+    def left_s(factor: float = 1.0) -> float:
+        return factor * (request.budget_s or math.inf) - (time.monotonic() - stage_start)
+
     def exceeds_budget(more_s: float) -> bool:
-        limit_s = math.inf if request.budget_s is None else compiled_layouts.budget_factor * request.budget_s
-        return time.monotonic() - stage_start + more_s > limit_s
+        return more_s > left_s(compiled_layouts.budget_factor)
 
     def watch(layout: EstimatedLayout, start: float) -> None:
         if exceeds_budget(0.0):
@@ -238,8 +237,7 @@ def compile_best(
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
-        left_s = math.inf if request.budget_s is None else request.budget_s - (time.monotonic() - stage_start)
-        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s)
+        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s())
         if layout is None:
             chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
             unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"

@@ -200,7 +200,7 @@ def _products(
             for key, pair in pairs_by_name.items()
             if key not in parameters and math.prod(pair[1].tensor.shape[2:]) == length
         )
-        match = pairs_by_name.pop(name if name in pairs_by_name else next(unnamed, None), None)
+        match = pairs_by_name.pop(name if name in pairs_by_name else next(unnamed, name), None)
         stacked = math.prod(parameter.shape[: parameter.stack_dims])
         components = parameter.size // stacked // math.prod(n for _, n in pairs)
         is_stack = parameter.matrices_per_token is not None
