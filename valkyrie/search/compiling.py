@@ -203,10 +203,10 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
-    `_pick_next` chooses the next layout. Does not start a compile that would likely exceed the budget (see `CompiledLayouts.budget_factor`), judging by the
-    median so far, without those from the cache. A compile that is running when the budget ends is stopped. After Ctrl-C
-    (KeyboardInterrupt), `compiled_layouts` holds the results so far. Stops with `compiled_layouts.is_refused` if an
-    environment variable makes every compile fail.
+    `_pick_next` chooses the next layout. Does not start a compile that would likely exceed the budget (see
+    `CompiledLayouts.budget_factor`), judging by the median so far, without those from the cache. A compile that is
+    running when the budget ends is stopped. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds the results so
+    far. Stops with `compiled_layouts.is_refused` if an environment variable makes every compile fail.
 
     Args:
         request: The search.
