@@ -363,7 +363,7 @@ def _pick_next(
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
     of chips without a compile come first, then a second partition, because layouts of one partition have similar
     errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
-    Chips whose compiles probably fit in their share of the budget come before others.
+    Chips for which a compile probably ends within the budget come before others.
 
     If the errors of a platform's estimates are unknown, such chances are as well: each kind of its chips comes first.
     """
@@ -405,12 +405,8 @@ def _pick_next(
 def _compiled_in_time(
     request: SearchRequest, layouts: Sequence[EstimatedLayout], left_s: float
 ) -> Sequence[EstimatedLayout]:
-    """Return the layouts on the kinds of chips whose compiles probably fit in their share of `left_s` seconds.
-
-    Every kind has the same share. If no compile fits, returns the layouts on the chips with the shortest ones.
-    """
+    """Return the layouts whose compile probably ends within `left_s` seconds, or else those with the shortest ones."""
     targets = {layout.candidate.target: layout.group.target for layout in layouts}
     seconds = {name: durations_on(request, target).high_s for name, target in targets.items()}
-    kinds = {describe_chips(target) for target in targets.values()}
-    limit_s = max(left_s / max(len(kinds), 1), min(seconds.values(), default=0.0))
+    limit_s = max(left_s, min(seconds.values(), default=0.0))
     return [layout for layout in layouts if seconds[layout.candidate.target] <= limit_s]
