@@ -432,7 +432,7 @@ def test_estimated_products_of_a_dense_dispatch_count_the_capacity_and_its_masks
     assert all_s["products"] > 1.5 * half_s["products"] > 1.5 * sorted_s["products"]
     work = step_work(parse_run(["mode=show", "model=moe_tiny", *dense]))
     (mixing,) = [each for each in work.mixing if each.dispatched]
-    assert mixing.dispatch == DispatchWork(mask_elements=8 * 40)  # 1.25 x 2/8 of 128 tokens
+    assert mixing.dispatch == DispatchWork(mask_elements=8 * 40, sends_rows=True)  # 1.25 x 2/8 of 128 tokens
     assert {p.rows_per_token for p in work.products if p.stack[0]} == {2.5}
 
 
@@ -461,6 +461,17 @@ def test_estimates_include_sorts_and_gathers_of_rows():
     assert gather_seconds(rows, 256, 2, chip) > gather_seconds(rows, 128, 2, chip) > sort_seconds(rows, chip)
     gpu = parse_run(["mode=show", "model=moe_tiny", "target=h100-8"]).config.target.chip
     assert gather_seconds(rows, 128, 2, gpu) < gather_seconds(rows, 128, 2, chip)
+
+
+def test_a_switch_carries_each_row_of_an_all_to_all_once():
+    settings = ("target=h100-8", "model.embed=2048", "batch=2048")
+    seconds = {}
+    for devices in (2, 4, 8):
+        layout = (f"mesh=1x{8 // devices}x{devices}", "partition=fsdp_ep", "model.moe.dispatch=exchanged")
+        run = parse_run(["mode=show", "model=moe_tiny", *settings, *layout])
+        seconds[devices] = estimate_runs([run], chip_efficiency(run.config.target.chip))[0]["activations"]
+    assert seconds[8] / seconds[2] == pytest.approx((7 / 8) / (1 / 2), rel=0.1)
+    assert seconds[8] / seconds[4] == pytest.approx((7 / 8) / (3 / 4), rel=0.1)
 
 
 @pytest.mark.parametrize("shared", [1, 2])

@@ -306,7 +306,8 @@ class Block(ABC):
     def dispatched_activations(self, context: BlockContext) -> list[SavedActivation]:
         """Return the activations that it sends along the mesh axes of `dispatches`, and receives results for.
 
-        Devices along these axes gather them before the block, and reduce-scatter results of the same size after it.
+        Devices along these axes gather them before the block, and reduce-scatter results of the same size after it, or
+        exchange both by all-to-alls (`DispatchWork.sends_rows`).
         """
         return []
 

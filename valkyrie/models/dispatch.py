@@ -12,8 +12,11 @@ class DispatchWork(NamedTuple):
         rows: Rows that are sorted twice by the numbers of their experts, and gathered by index there and back.
         sent_rows: Rows that are also sorted and gathered on the device that sends them.
         mask_elements: Elements of a one-hot mask, which two products multiply with the stream.
+        sends_rows: Whether all-to-alls send `Block.dispatched_activations`. Otherwise, devices gather them, and
+            reduce-scatter the results.
     """
 
     rows: float = 0.0
     sent_rows: float = 0.0
     mask_elements: float = 0.0
+    sends_rows: bool = False

@@ -333,7 +333,11 @@ class StepEstimator:
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         axes = tuple(dict.fromkeys(m for logical in mixing.dispatched_axes for m in layouts.stored_axes(logical)))
         for activation in mixing.dispatched if axes else ():
-            bytes_ = self._bytes_per_token(activation) * self.local_tokens * layouts.axes_size(axes)
+            bytes_ = self._bytes_per_token(activation) * self.local_tokens
+            if mixing.dispatch.sends_rows:
+                seconds += 2 * self.network.all_to_all(layouts, axes, bytes_)
+                continue
+            bytes_ = bytes_ * layouts.axes_size(axes)
             seconds += self.network.all_gather(layouts, axes, bytes_)
             seconds += self.network.reduce_scatter(layouts, axes, bytes_)
         return seconds

@@ -1,0 +1,195 @@
+"""Compares estimates with measured steps of mixtures of experts: does the order of FSDP and expert parallelism agree?
+
+    python experiments/search/experts.py
+    python experiments/search/experts.py --pairs     # every pair too
+
+measured_experts.csv has the measurements and their sources. Rows of a group differ in one thing: the number of devices
+that experts are split over (1 is FSDP), or the shape of the experts. Times of a layer are forward and backward passes
+without optimizer, those of kind `relative` are quotients of published rates. `assumed` names what the source does not
+give. Nothing is fitted to these rows.
+
+The programs that were measured are not ours. Under expert parallelism, Valkyrie drops no tokens and keeps buffers with
+room for the assignments of all tokens in a group of devices; the measured programs have buffers of about the mean load.
+So there are two estimates: of our program, and of one whose buffers hold 1.25 times the mean load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from valkyrie.config.arguments import parse_run
+from valkyrie.config.run import Run
+from valkyrie.search.estimate.efficiency import chip_efficiency
+from valkyrie.search.estimate.network import collective_model
+from valkyrie.search.estimate.runs import stack_runs
+from valkyrie.search.estimate.times import StepEstimator
+from valkyrie.search.estimate.work import StepWork, step_work
+
+ROWS_FILE = Path(__file__).with_name("measured_experts.csv")
+CAPACITY = 1.25
+"""Rows of a buffer of the compact program, relative to the mean load."""
+MIN_DIFFERENCE = 0.02
+"""Pairs whose measured times differ by less have no order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: its line in the table, its seconds, and estimates of our program and with compact buffers."""
+
+    line: dict[str, str]
+    measured_s: float
+    ours_s: float
+    compact_s: float
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Name and target of the row's group."""
+        return self.line["group"], self.line["target"]
+
+    @property
+    def experts_over(self) -> int:
+        """Number of devices that experts are split over."""
+        return int(self.line["experts_over"])
+
+
+def main() -> None:
+    """Print the measured and estimated times of every row, and how often the estimates order pairs correctly."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=Path, default=ROWS_FILE)
+    parser.add_argument("--pairs", action="store_true", help="print every pair too")
+    args, console = parser.parse_args(), Console(width=150, highlight=False)
+    with args.rows.open() as lines:
+        rows = [estimate_row(line) for line in csv.DictReader(lines)]
+    console.print(make_table(rows))
+    console.print(make_summary(rows, "all rows"))
+    console.print(make_summary([row for row in rows if row.line["kind"] != "layer"], "whole steps"))
+    if args.pairs:
+        for fast, slow in ordered_pairs(rows):
+            verdicts = ", ".join(
+                f"{name} {'right' if key(fast) < key(slow) else 'wrong'}" for name, key in ESTIMATES.items()
+            )
+            console.print(f"{' on '.join(fast.group)}: {describe(fast)} faster than {describe(slow)}: {verdicts}")
+
+
+def estimate_row(line: dict[str, str]) -> Row:
+    """Return a line of the table with both estimates of its seconds."""
+    run = parse_run(
+        [
+            *line["settings"].split(),
+            *line["layout"].split(),
+            f"target={line['target']}",
+            f"model.moe.dispatch={line['dispatch']}",
+            "mode=show",
+            "model.tokenizer=bytes",
+        ]
+    )
+    ours_s, compact_s = (estimate(run, work, line["kind"]) for work in (step_work(run), compact_work(run)))
+    return Row(line, float(line["measured_s"]), ours_s, compact_s)
+
+
+def estimate(run: Run, work: StepWork, kind: str) -> float:
+    """Return the estimated seconds of a step, or without the optimizer if `kind` is `layer`."""
+    chip = run.config.target.chip
+    assert chip is not None
+    efficiency = chip_efficiency(chip)
+    estimator = StepEstimator(work, stack_runs([run]), chip, efficiency, collective_model(chip, efficiency))
+    times = estimator.estimate(run.config.remat)
+    return float(times.step_s[0] - (times.parts["optimizer"][0] if kind == "layer" else 0.0))
+
+
+def compact_work(run: Run) -> StepWork:
+    """Return the work of a step whose buffers of rows hold `CAPACITY` times the mean load of a device."""
+    work, copies = step_work(run), stack_runs([run]).gathered_copies("experts")[0]
+    factor = CAPACITY / copies if copies > 1 else 1.0
+    mixing = [
+        replace(each, dispatch=each.dispatch._replace(rows=each.dispatch.rows * factor)) if each.dispatched else each
+        for each in work.mixing
+    ]
+    activations = [
+        (replace(activation, count=activation.count * factor) if activation.gathered_along else activation, count)
+        for activation, count in work.activations
+    ]
+    return replace(work, mixing=tuple(mixing), activations=tuple(activations))
+
+
+ESTIMATES = {"our program": lambda row: row.ours_s, "compact buffers": lambda row: row.compact_s}
+"""The estimates by name, each as a function of a row."""
+GUESSES = {
+    "always FSDP": lambda row: row.experts_over,
+    "always EP over as many devices as possible": lambda row: -row.experts_over,
+}
+"""Trivial guesses of the order of rows that differ in the number of devices that experts are split over."""
+
+
+def ordered_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Return the pairs of rows of a group, the faster one first, except those within `MIN_DIFFERENCE`."""
+    pairs = []
+    for first, second in combinations(rows, 2):
+        fast, slow = sorted((first, second), key=lambda row: row.measured_s)
+        if first.group == second.group and slow.measured_s / fast.measured_s > 1 + MIN_DIFFERENCE:
+            pairs.append((fast, slow))
+    return pairs
+
+
+def describe(row: Row) -> str:
+    """Return the number of devices that experts are split over, or the number of experts of a row."""
+    settings = dict(setting.split("=", 1) for setting in row.line["settings"].split() if "=" in setting)
+    experts = settings.get("model.moe.experts")
+    shape = f"{experts} experts of {settings['model.moe.mlp']}, " if experts else ""
+    return f"{shape}{'FSDP' if row.experts_over == 1 else f'EP {row.experts_over}'}"
+
+
+def make_table(rows: list[Row]) -> Table:
+    """Return a table with a line per row."""
+    table = Table()
+    for name in ("measured group", "slice", "layout", "measured", *(f"{name}, estimated" for name in ESTIMATES)):
+        table.add_column(name, justify="left" if name in ("measured group", "slice", "layout") else "right")
+    for row in rows:
+        is_relative = row.line["kind"] == "relative"
+        estimates = [
+            f"{1e3 * s:,.0f} ms" + ("" if is_relative else f" ({s / row.measured_s:.2f})")
+            for s in (key(row) for key in ESTIMATES.values())
+        ]
+        measured = f"{row.measured_s:.2f} x" if is_relative else f"{1e3 * row.measured_s:,.0f} ms"
+        table.add_row(*row.group, describe(row), measured, *estimates)
+    return table
+
+
+def make_summary(rows: list[Row], title: str) -> Table:
+    """Return a table with a line per estimate and guess: pairs in the right order, best layouts, and regret.
+
+    Regret is how much slower the layout that it chooses in a group is than the fastest one. Its mean is over groups
+    that differ in the number of devices that experts are split over.
+    """
+    table = Table(title=title)
+    for name in ("order by", "FSDP and EP: pairs right", "FSDP or EP right", "mean regret", "shapes: pairs right"):
+        table.add_column(name, justify="left" if name == "order by" else "right")
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    groups = {key: group for key, group in groups.items() if len({row.experts_over for row in group}) > 1}
+    pairs = ordered_pairs(rows)
+    for name, key in (ESTIMATES | GUESSES).items():
+        right = [key(fast) < key(slow) for fast, slow in pairs if fast.experts_over != slow.experts_over]
+        shapes = [key(fast) < key(slow) for fast, slow in pairs if fast.experts_over == slow.experts_over]
+        chosen = [(min(group, key=key), min(group, key=lambda row: row.measured_s)) for group in groups.values()]
+        kinds = sum((a.experts_over == 1) == (b.experts_over == 1) for a, b in chosen)
+        regret = np.mean([a.measured_s / b.measured_s - 1 for a, b in chosen])
+        shape_text = f"{sum(shapes)} of {len(shapes)}" if name in ESTIMATES else ""
+        table.add_row(
+            name, f"{sum(right)} of {len(right)}", f"{kinds} of {len(chosen)}", f"{100 * regret:.0f}%", shape_text
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
