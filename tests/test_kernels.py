@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCostModel
 from valkyrie.machine.rows import gather_seconds, sort_seconds
+from valkyrie.ops.experts import expected_routed_share
 
 
 def splash_bundles(chip, kind):
@@ -220,3 +222,8 @@ ENTRY e {
     instructions, model = parse_module(text).instructions, OpCostModel(chip)
     assert model.cost(instructions["s"]).duration_s == pytest.approx(sort_seconds(8192.0, chip))
     assert model.cost(instructions["f"]).duration_s == pytest.approx(gather_seconds(8192.0, 256.0, 2, chip))
+
+
+def test_the_share_of_used_rows_is_higher_on_devices_with_few_experts():
+    assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 4)) == 1 / 4
+    assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 8)) == 2 / 8

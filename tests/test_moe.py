@@ -19,7 +19,7 @@ from helpers import (
     small_overrides,
     small_run,
 )
-from valkyrie.axes import UNSHARDED
+from valkyrie.axes import UNSHARDED, GatheredRows
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.machine.rows import gather_seconds, sort_seconds
@@ -195,7 +195,7 @@ def test_gradients_of_experts_are_summed_over_devices_in_the_reduction_dtype():
     def total(w):
         axes = ("experts", "embed", "mlp")
         settings = {"axes": axes, "output_first": False, "shard": UNSHARDED, "numerics": numerics}
-        return grouped_linear(x, w, sizes, **settings).sum()
+        return grouped_linear(x, w, sizes, routed_share=1.0, **settings).sum()
 
     jaxpr = str(jax.make_jaxpr(jax.grad(total))(w))  # the first two dimensions of the partial sums are devices
     assert "bf16[1,1,2,3,5]" in jaxpr and "f32[1,1,2,3,5]" not in jaxpr.replace("bf16[", "")
@@ -348,6 +348,8 @@ LAYOUTS += [
     ("dense", "partition=sp", "partition.gradient_sum=all_to_all"),
     ("dense", "partition=fsdp", "partition.gradient_sum=all_to_all"),
     ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full"),
+    ("sorted", "mesh=1x1x8", "partition=fsdp_ep"),
+    ("sorted", "partition=fsdp_ep", "partition.activations.batch=[x,y]", *EXPERTS_OVER_ALL),
     ("sorted", "partition=fsdp_ep", "partition.parameters.experts=[y,z]", "partition.activations.experts=[y,z]"),
     ("dense", "partition=fsdp_ep", *EXPERTS_AND_MLP),
     ("sorted", "partition=fsdp_ep", *EXPERTS_AND_MLP),
@@ -356,7 +358,7 @@ LAYOUTS += [
     ("sorted", "partition=pp_fsdp", "microbatches=2", *EXPERTS_OF_STAGES),
     ("sorted", "mesh=2x1x2", "partition=pp_fsdp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
 ]
-QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[3], LAYOUTS[6]]
+QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[3], LAYOUTS[6], ("sorted", "mesh=1x1x8", "partition=fsdp_ep")]
 
 
 @pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))
@@ -422,6 +424,9 @@ def test_estimated_memory_of_sorted_experts_counts_the_rows_of_all_devices_along
     )
     assert split["up"] == 2 * gathered["up"] and split["down"] == 2 * gathered["down"]
     assert dense["up"] == gathered["up"] and split["context"] == gathered["context"]
+    for dispatch in ("sorted", "exchanged"):  # a token uses an expert once, although it uses two
+        one_each = saved("partition=fsdp_ep", "mesh=1x1x8", f"model.moe.dispatch={dispatch}")
+        assert one_each["up"] == 4 * gathered["up"]
 
 
 def test_estimated_products_of_a_dense_dispatch_count_the_capacity_and_its_masks():
@@ -450,7 +455,7 @@ def test_an_imbalance_below_1_is_refused():
 
 def test_estimates_include_sorts_and_gathers_of_rows():
     (mixing,) = [each for each in step_work(parse_run(["mode=show", "model=moe_tiny"])).mixing if each.dispatched]
-    assert mixing.dispatch == DispatchWork(rows=2)
+    assert mixing.dispatch == DispatchWork(rows=2, gathered_rows=GatheredRows("experts", 4))
     exchanged = ("partition=fsdp_ep", "model.moe.dispatch=exchanged")
     assert estimate(*exchanged)["moving"] > estimate("partition=fsdp_ep")["moving"]
     assert estimate(*exchanged)["activations"] < estimate("partition=fsdp_ep")["activations"]

@@ -47,7 +47,14 @@ from valkyrie.search.answer import (
     train_command,
 )
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
-from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
+from valkyrie.search.baselines import (
+    FSDP_BASELINE,
+    PAPER_RULE,
+    Baseline,
+    find_baselines,
+    find_expert_baseline,
+    format_comparison,
+)
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
 from valkyrie.search.budget import describe_plan
 from valkyrie.search.compile import cache as compile_cache
@@ -738,6 +745,22 @@ def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
     arguments: Sequence[str], expected: dict[str, str]
 ) -> None:
     assert {name: why for name, (_, why) in describe_baselines(*arguments).items()} == expected
+
+
+@pytest.mark.parametrize("model", ["moe_tiny", "gpt_tiny"])
+def test_the_best_layout_of_a_mixture_is_compared_with_expert_parallelism(model: str) -> None:
+    request = parse_request(parse_run(["mode=search", f"model={model}", "target=v5e-8", "batch=32"]))
+    ranking, target = rank(request.run, request.space()), request.targets[0]
+    layouts = {name: next(iter(ranking.for_partition(name)), None) for name in ("fsdp", "fsdp_ep")}
+    assert layouts["fsdp"] is not None
+    baseline = find_expert_baseline(ranking, target, layouts["fsdp"].candidate)
+    if model == "gpt_tiny":
+        assert baseline is None
+        return
+    assert baseline is not None and baseline.layout is not None and layouts["fsdp_ep"] is not None
+    assert baseline.layout.candidate.partition == "fsdp_ep"
+    assert int(baseline.layout.candidate.mesh.split("x")[2]) > 1, "experts are split over z"
+    assert find_expert_baseline(ranking, target, layouts["fsdp_ep"].candidate) is None
 
 
 def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(

@@ -127,6 +127,20 @@ PARAMETER_GROUPS: dict[str, str] = {
 """Parameter groups for optimizers, with descriptions."""
 
 
+class GatheredRows(NamedTuple):
+    """Rows of matrices such as experts, if a device has those of the tokens of several devices.
+
+    Args:
+        axis: The dispatched axis (`Block.dispatches`). A device has the rows of all devices along the mesh axes that
+            split both it and the tokens.
+        full_shards: Largest number of shards of the axis for which a device has room for all rows of a token. It is the
+            number of matrices divided by those of a token: with more shards, a token cannot use all of them on one.
+    """
+
+    axis: str
+    full_shards: float
+
+
 @dataclass(frozen=True)
 class Parameter(Tensor):
     """Description of a parameter.

@@ -108,14 +108,15 @@ def estimate(run: Run, work: StepWork, kind: str) -> float:
 
 def compact_work(run: Run) -> StepWork:
     """Return the work of a step whose buffers of rows hold `CAPACITY` times the mean load of a device."""
-    work, copies = step_work(run), stack_runs([run]).gathered_copies("experts")[0]
-    factor = CAPACITY / copies if copies > 1 else 1.0
+    work, layouts = step_work(run), stack_runs([run])
+    copies = max(layouts.row_copies(each.dispatch.gathered_rows)[0] for each in work.mixing)
+    factor = min(CAPACITY / copies, 1.0)
     mixing = [
         replace(each, dispatch=each.dispatch._replace(rows=each.dispatch.rows * factor)) if each.dispatched else each
         for each in work.mixing
     ]
     activations = [
-        (replace(activation, count=activation.count * factor) if activation.gathered_along else activation, count)
+        (replace(activation, count=activation.count * factor) if activation.gathered_rows else activation, count)
         for activation, count in work.activations
     ]
     return replace(work, mixing=tuple(mixing), activations=tuple(activations))

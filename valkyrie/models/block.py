@@ -15,7 +15,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
+from valkyrie.axes import BATCH, SEQ, GatheredRows, Parameter, Size, Tensor
 from valkyrie.extensions import refuse_earlier_names
 from valkyrie.hooks import check_hooks
 from valkyrie.models.dispatch import DispatchWork
@@ -75,7 +75,7 @@ class ActivationSpec(NamedTuple):
     product: bool
     result: bool
     needed_for: str | None
-    gathered_along: str | None = None
+    gathered_rows: GatheredRows | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class SavedActivation:
         never_recomputed: Whether they are saved under every remat policy.
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
             Otherwise None.
-        gathered_along: A dispatched axis (`Block.dispatches`) if a device has the rows of all devices along the mesh
-            axes that split it and the tokens. Otherwise None.
+        gathered_rows: The rows of all devices along a dispatched axis that a device has, or None.
     """
 
     tensor: Tensor
@@ -105,7 +104,7 @@ class SavedActivation:
     product: bool = False
     never_recomputed: bool = False
     needed_for: str | None = None
-    gathered_along: str | None = None
+    gathered_rows: GatheredRows | None = None
 
 
 def weight(
@@ -144,7 +143,7 @@ def saved(
     product: bool = False,
     result: bool = False,
     needed_for: str | None = None,
-    gathered_along: str | None = None,
+    gathered_rows: GatheredRows | None = None,
 ) -> ActivationSpec:
     """Declare activations of shape (batch, seq, *dims).
 
@@ -157,9 +156,9 @@ def saved(
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
         result: Whether they are the output of the block. The block's own backward pass does not need them.
         needed_for: See `SavedActivation`.
-        gathered_along: See `SavedActivation`.
+        gathered_rows: See `SavedActivation`.
     """
-    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for, gathered_along)
+    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for, gathered_rows)
 
 
 _EARLIER_NAMES = {
@@ -330,7 +329,7 @@ class Block(ABC):
                 name=s.name,
                 product=s.product,
                 needed_for=needed_for if s.result else s.needed_for,
-                gathered_along=s.gathered_along,
+                gathered_rows=s.gathered_rows,
             )
             for s in self.saves(context)
         ]

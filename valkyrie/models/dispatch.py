@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from valkyrie.axes import GatheredRows
+
 
 class DispatchWork(NamedTuple):
     """Work of a forward pass to send tokens to parameters and back, such as experts. All numbers are per token.
@@ -12,6 +14,7 @@ class DispatchWork(NamedTuple):
         rows: Rows that are sorted twice by the numbers of their experts, and gathered by index there and back.
         sent_rows: Rows that are also sorted and gathered on the device that sends them.
         mask_elements: Elements of a one-hot mask, which two products multiply with the stream.
+        gathered_rows: How many rows a device has for other devices, or None.
         sends_rows: Whether all-to-alls send `Block.dispatched_activations`. Otherwise, devices gather them, and
             reduce-scatter the results.
     """
@@ -19,4 +22,5 @@ class DispatchWork(NamedTuple):
     rows: float = 0.0
     sent_rows: float = 0.0
     mask_elements: float = 0.0
+    gathered_rows: GatheredRows | None = None
     sends_rows: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from valkyrie.axes import BATCH, EXPERTS, SEQ, Size
+from valkyrie.axes import BATCH, EXPERTS, SEQ, GatheredRows, Size
 from valkyrie.models.block import (
     ActivationSpec,
     Block,
@@ -226,20 +226,26 @@ class MoE(Block):
         factor = math.inf if self.capacity_factor is None else self.capacity_factor
         return float(min(self.experts, self.top_k * factor))
 
+    @property
+    def _gathered_rows(self) -> GatheredRows | None:
+        return None if self.dispatch is Dispatch.dense else GatheredRows(EXPERTS, self.experts / self.top_k)
+
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
         if self.dispatch is not Dispatch.dense:
             is_exchanged = self.dispatch is Dispatch.exchanged
-            return DispatchWork(self.top_k, self.top_k if is_exchanged else 0, sends_rows=is_exchanged)
+            sent_rows = self.top_k if is_exchanged else 0
+            return DispatchWork(self.top_k, sent_rows, gathered_rows=self._gathered_rows, sends_rows=is_exchanged)
         return DispatchWork(mask_elements=self.experts * self.capacity(seq), sends_rows=True)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs, with one row per assignment of a token to an expert.
 
-        Except under `dense`, a device has the rows of all devices that split its experts' axis, most of them unused.
+        Except under `dense`, a device has the rows of all devices that split its experts' axis, most of them unused
+        (`GatheredRows`).
         The masks of `dense` are not included.
         """
         # TODO: the masks have experts * capacity elements per token, which depends on the sequence length.
-        row = partial(saved, gathered_along=None if self.dispatch is Dispatch.dense else EXPERTS)
+        row = partial(saved, gathered_rows=self._gathered_rows)
         rows = self.rows_per_token
         products = ("up", "gate") if self.kind.is_gated else ("up",)
         activations = [row("mlp", name=name, count=rows, product=True) for name in products]

@@ -25,6 +25,7 @@ from valkyrie.ops.experts import (
     dispatch_dense,
     dispatch_mask,
     dispatch_sorted,
+    expected_routed_share,
     grouped_linear,
     sort_assignments,
     token_expert_axes,
@@ -109,10 +110,12 @@ class MoELayer(nnx.Module):
         plan, dispatch, combine = forms
         rows: Any = plan(routing.experts, self.block.experts, shard)
         inputs = dispatch(x.astype(self.numerics.compute), rows, top_k, embed, shard)
+        routed_share = expected_routed_share(self.block.experts, top_k, shard)
 
         def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:
             w, is_down = getattr(self, name), name == "down"
-            axes, settings = w.get_metadata()["logical_axes"], {"shard": shard, "numerics": self.numerics}
+            axes = w.get_metadata()["logical_axes"]
+            settings: dict[str, Any] = {"shard": shard, "numerics": self.numerics, "routed_share": routed_share}
             with jax.named_scope(name):
                 product = grouped_linear(x, w[...], rows.group_sizes, axes=axes, output_first=is_down, **settings)
                 product = checkpoint_name(product, name)

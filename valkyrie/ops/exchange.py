@@ -20,6 +20,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.experts import (
     ROWS,
     add_over_experts,
+    count_rows,
     other_expert_axes,
     permute_rows,
     take_tokens,
@@ -70,7 +71,7 @@ def plan_exchange(experts: Int[Array, "batch seq top_k"], count: int, shard: Sha
         sent = jnp.sum(keys[:, None] == jnp.arange(members * local_count), axis=0, dtype=jnp.int32)
         counts = jax.lax.all_gather(sent, axes).reshape(members, members, local_count)
         received = counts[:, jax.lax.axis_index(axes)].reshape(-1)
-        row_count = members * (len(keys) // top_k) * min(top_k, local_count)
+        row_count = count_rows(members * (len(keys) // top_k), top_k, local_count)
         # Received rows are ordered by sender, then by expert. Those of the last group are empty.
         groups = jnp.sum(jnp.arange(row_count)[:, None] >= jnp.cumsum(received), axis=1)
         experts_of_rows = jnp.where(groups < len(received), groups % local_count, local_count)

@@ -49,22 +49,34 @@ def combine_dense(
     return jnp.einsum("bsnc,nbce->bse", weights.astype(outputs.dtype), outputs)
 
 
+def count_rows(tokens: int, top_k: int, local_experts: int) -> int:
+    """Return the rows of a device with `local_experts` experts, if each token uses as many of them as it can."""
+    return tokens * min(top_k, local_experts)
+
+
+def expected_routed_share(experts: int, top_k: int, shard: Shard) -> float:
+    """Return the share of a device's rows that are in a group, if all experts get equally many assignments."""
+    shards = shard.shard_count(InUse(EXPERTS))
+    return top_k / (shards * count_rows(1, top_k, experts // shards))
+
+
 class SortedRows(NamedTuple):
     """Assignments of the tokens on a device to experts, sorted by expert.
 
     With expert parallelism, these are the assignments of all tokens in the device's group to its own experts, followed
-    by those to the experts of other devices, which no group contains. Arrays are concatenated over devices (`ROWS`).
+    by some to the experts of other devices, which no group contains: there are as many rows as if each token used the
+    device's experts as often as it can. Arrays are concatenated over devices (`ROWS`).
 
     Args:
         order: For each row, the index of its assignment, numbered by token and then by choice.
-        inverse: For each assignment, its row.
+        inverse: For each assignment, its row. Those to the experts of other devices may have none.
         is_local: Whether an assignment is to one of the device's experts.
         group_sizes: Number of rows of each of the device's experts, which are the first rows.
     """
 
     order: Int[Array, " rows"]
-    inverse: Int[Array, " rows"]
-    is_local: Bool[Array, " rows"]
+    inverse: Int[Array, " assignments"]
+    is_local: Bool[Array, " assignments"]
     group_sizes: Int[Array, "shards local_experts"]
 
 
@@ -85,7 +97,9 @@ def sort_assignments(experts: Int[Array, "batch seq top_k"], count: int, shard: 
         assigned = jnp.where(is_local, assigned, local_count)
         order = jnp.argsort(assigned, stable=True)
         group_sizes = jnp.sum(assigned[:, None] == jnp.arange(local_count), axis=0, dtype=jnp.int32)
-        return [order, jnp.argsort(order), is_local, group_sizes[None]]
+        top_k = experts.shape[-1]
+        rows = count_rows(len(assigned) // top_k, top_k, local_count)
+        return [order[:rows], jnp.argsort(order), is_local, group_sizes[None]]
 
     out_axes = [(ROWS,), (ROWS,), (ROWS,), (ROWS, None)]
     return SortedRows(*shard.map(sort, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts))
@@ -158,6 +172,7 @@ def grouped_linear(
     output_first: bool,
     shard: Shard,
     numerics: Numerics,
+    routed_share: float,
 ) -> Float[Array, "rows outputs"]:
     """Multiply each group of rows by the matrix of its expert, in the compute dtype.
 
@@ -172,10 +187,11 @@ def grouped_linear(
         output_first: Whether matrices have shape (outputs, inputs) instead of (inputs, outputs).
         shard: Places arrays on the mesh.
         numerics: Dtypes. Quantised products (`numerics.product`) are not supported and computed in the compute dtype.
+        routed_share: See `multiply_groups`.
     """
     experts, *matrix_axes = (InUse(axis) for axis in axes)
     inputs, outputs = reversed(matrix_axes) if output_first else matrix_axes
-    backend, routed_share = shard.backend, 1 / shard.shard_count(InUse(EXPERTS))
+    backend = shard.backend
 
     def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
         summed_axes = shard.activation_mesh_axes(x_axis)
@@ -275,8 +291,8 @@ def _gather(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 def take_tokens(
     tokens: Float[Array, "tokens embed"],
     order: Int[Array, " rows"],
-    inverse: Int[Array, " rows"],
-    is_local: Bool[Array, " rows"],
+    inverse: Int[Array, " assignments"],
+    is_local: Bool[Array, " assignments"],
     top_k: int,
 ) -> Float[Array, "rows embed"]:
     """Return the token of each row. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
@@ -300,9 +316,12 @@ take_tokens.defvjp(_take_tokens_forward, _take_tokens_backward)
 
 @jax.custom_vjp
 def permute_rows(
-    x: Float[Array, "rows embed"], order: Int[Array, " rows"], inverse: Int[Array, " rows"]
-) -> Float[Array, "rows embed"]:
-    """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
+    x: Float[Array, "rows embed"], order: Int[Array, " results"], inverse: Int[Array, " rows"]
+) -> Float[Array, "results embed"]:
+    """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add.
+
+    Results of indices beyond the rows are undefined, and get no gradient.
+    """
     return x[order]
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Parameter
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, GatheredRows, Parameter
 from valkyrie.parallel.layout import find_gathered_axes, find_zero1_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, SumGradientsPer
 from valkyrie.parallel.problems import size_checks
@@ -192,12 +192,13 @@ class Candidates:
         reserved = self._reserved_axes(spec)
         return tuple(m for axis in spec.axes for m in self.gathered_axes(axis) if m not in reserved)
 
-    def gathered_copies(self, dispatched: str | None) -> np.ndarray:
-        """Return the number of devices whose tokens a device gathers before it uses parameters with a dispatched axis.
-
-        These are the devices along the mesh axes that split the dispatched axis and the tokens.
-        """
-        return self.axes_size(tuple(m for m in self.stored_axes(dispatched) if m in self.data_axes))
+    def row_copies(self, rows: GatheredRows | None) -> np.ndarray:
+        """Return the rows on a device, relative to those of its own tokens. 1 if rows are not gathered."""
+        if rows is None:
+            return np.ones(len(self))
+        axes = self.stored_axes(rows.axis)
+        members = self.axes_size(tuple(m for m in axes if m in self.data_axes))
+        return members * np.minimum(1.0, rows.full_shards / self.axes_size(axes))
 
     def _reserved_axes(self, spec: Parameter) -> frozenset[str]:
         """Return the mesh axes that split a parameter's dispatched axis, and so no other (`reserve_dispatched`)."""

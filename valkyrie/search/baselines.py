@@ -20,6 +20,7 @@ from valkyrie.units import duration_text
 
 PAPER_RULE = "The TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
 FSDP_BASELINE = "fsdp layout with the shortest estimate"
+EXPERT_BASELINE = "fsdp_ep layout with the shortest estimate"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,24 @@ def find_baselines(
     if "fsdp" in partitions and (best is None or best.partition != "fsdp"):
         baselines.append(_make_baseline(FSDP_BASELINE, target_ranking.for_partition("fsdp")))
     return baselines
+
+
+def find_expert_baseline(ranking: Ranking, target: TargetConfig, best: Candidate) -> Baseline | None:
+    """Return the `fsdp_ep` layout with the shortest estimate, for comparison only: searches do not compile it.
+
+    Returns None if the best layout is one itself, or if none that splits experts is legal and fits.
+    """
+    if best.partition == "fsdp_ep":
+        return None
+    layouts = ranking.for_target(target.name).for_partition("fsdp_ep")
+    layout = next((layout for layout in layouts if layout.fits and _splits_experts(layout)), None)
+    return None if layout is None else Baseline(EXPERT_BASELINE, layout)
+
+
+def _splits_experts(layout: EstimatedLayout) -> bool:
+    candidates = layout.group.candidates
+    axes = [m for logical in candidates.arrays.dispatched_axes for m in candidates.stored_axes(logical)]
+    return any(candidates.sizes[axis][layout.index] > 1 for axis in axes)
 
 
 def _make_baseline(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:

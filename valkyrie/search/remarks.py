@@ -10,7 +10,7 @@ from valkyrie.models import LayeredModel
 from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
-from valkyrie.search.baselines import find_baselines, format_comparison
+from valkyrie.search.baselines import find_baselines, find_expert_baseline, format_comparison
 from valkyrie.search.batches import explain_batch
 from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
@@ -48,7 +48,11 @@ def collect_remarks(
         lines.append(text)
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
-    for baseline in find_baselines(request, ranking, target_slice(request, best), best.candidate):
+    target = target_slice(request, best)
+    baselines = find_baselines(request, ranking, target, best.candidate)
+    if (expert_baseline := find_expert_baseline(ranking, target, best.candidate)) is not None:
+        baselines.append(expert_baseline)
+    for baseline in baselines:
         if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)

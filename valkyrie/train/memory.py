@@ -368,7 +368,7 @@ class MemoryEstimator:
         elements = batch / layouts.microbatches / layouts.axes_size(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
-        elements = elements * layouts.gathered_copies(activation.gathered_along)
+        elements = elements * layouts.row_copies(activation.gathered_rows)
         if activation.name is not None:
             elements = elements * padding_ratio(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)

@@ -164,7 +164,7 @@ class StepEstimator:
         axes = layouts.used_axes(product.stack[0])
         rows = self.local_tokens * product.rows_per_token
         rows = rows / layouts.axes_size(tuple(m for m in axes if m not in layouts.data_axes))
-        is_routed = (layouts.axes_size(axes) > 1) & (product.gathered_along is not None)
+        is_routed = (layouts.axes_size(axes) > 1) & (product.gathered_rows is not None)
         return rows * np.where(is_routed, self.work.run.config.target.routing_imbalance, 1.0)
 
     def _matmul_seconds(
@@ -241,9 +241,9 @@ class StepEstimator:
             work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             if work.rows:
                 (axis,) = mixing.dispatched_axes
-                copies = layouts.gathered_copies(axis)
-                sent_rows = np.where(copies > 1, work.sent_rows, 0.0)
-                rows = self.local_tokens * (work.rows * copies + sent_rows)
+                is_sent = layouts.axes_size(tuple(m for m in layouts.stored_axes(axis) if m in layouts.data_axes)) > 1
+                sent_rows = np.where(is_sent, work.sent_rows, 0.0)
+                rows = self.local_tokens * (work.rows * layouts.row_copies(work.gathered_rows) + sent_rows)
                 gather_s = gather_seconds(rows, width, self.work.itemsize, self.chip)
                 sort_s = sort_seconds(rows, self.chip)
                 seconds += mixing.count * (2 * forward_passes * (gather_s + sort_s) + 2 * gather_s)
@@ -299,7 +299,7 @@ class StepEstimator:
             elements = activation.count * count * self.local_tokens
             for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 elements = elements * length / self.layouts.count_parts(axis, "active", length)
-            elements = elements * self.layouts.gathered_copies(activation.gathered_along)
+            elements = elements * self.layouts.row_copies(activation.gathered_rows)
             elements = elements * padding_ratio(activation.tensor.shape, self.work.lanes)
             bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
         return bytes_by_activation
@@ -358,7 +358,7 @@ class StepEstimator:
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
         outputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.output_axes]
         itemsize = 4 if product.float32 else self.work.itemsize
-        rows = self.local_tokens * product.rows_per_token * layouts.gathered_copies(product.gathered_along)
+        rows = self.local_tokens * product.rows_per_token * layouts.row_copies(product.gathered_rows)
         operand_bytes = rows * itemsize * product.components
         for axis, n, _, _ in inputs:
             operand_bytes = operand_bytes * n / layouts.count_parts(axis, "used", n)

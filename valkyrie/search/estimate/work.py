@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from valkyrie.axes import BATCH, SEQ, Parameter
+from valkyrie.axes import BATCH, SEQ, GatheredRows, Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.models import LayeredModel
@@ -37,7 +37,7 @@ class Product:
         is_needed_backward: Whether the backward pass needs the result if no activation of the block was saved.
         stack: Logical axis and number of matrices that each multiply some of the tokens, such as experts, or (None, 1).
         rows_per_token: Mean number of these matrices that a token is multiplied by, including empty rows.
-        gathered_along: The axis of the stack if a device has the rows of all devices along it (`SavedActivation`).
+        gathered_rows: Its rows, if a device has those of several devices (`SavedActivation`).
     """
 
     input_axes: tuple[tuple[str, int], ...]
@@ -50,7 +50,7 @@ class Product:
     is_needed_backward: bool
     stack: tuple[str | None, int] = (None, 1)
     rows_per_token: float = 1.0
-    gathered_along: str | None = None
+    gathered_rows: GatheredRows | None = None
 
     @property
     def k(self) -> int:
@@ -222,7 +222,7 @@ def _products(
                 if is_stack
                 else (None, 1),
                 parameter.matrices_per_token or 1.0,
-                None if match is None else match[1].gathered_along,
+                None if match is None else match[1].gathered_rows,
             )
         )
     return products
