@@ -32,6 +32,7 @@ from valkyrie.ops import grouped
 from valkyrie.ops.choices import GroupScore, RouterScores
 from valkyrie.ops.experts import grouped_linear
 from valkyrie.ops.linear import FLOAT32, Numerics
+from valkyrie.ops.routing import route
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.efficiency import chip_efficiency
@@ -147,18 +148,38 @@ def test_dispatch_forms_have_the_same_values_and_gradients(kind, biases):
     assert len(results[0]) == 2 + (len(MoE(kind=kind).matrix_names) + 1) * (1 + biases)
 
 
+@pytest.mark.parametrize(
+    ("router", "logits"),
+    [(RouterScores.sigmoid, [-1e4, -1e4 + 1, -1e4]), (RouterScores.softmax, [-1e4, -1e4 + 1, 0])],
+)
+def test_scores_of_0_are_divided_by_their_sum(router, logits):
+    bias = jnp.array([1.0, 2.0, -1.0])  # chooses the first two experts
+
+    def weights(logits):
+        routing = route(logits, bias, top_k=2, router=router, normalize=True)
+        return routing.weights, routing.probabilities
+
+    chosen, probabilities = weights(jnp.array([[logits]]))
+    np.testing.assert_allclose(chosen[0, 0], jax.nn.softmax(jnp.array([1.0, 0.0])), rtol=1e-5)
+    np.testing.assert_allclose(probabilities.sum(), 1, rtol=1e-6)
+    for i in range(2):
+        gradient = jax.grad(lambda logits, i=i: weights(logits)[i][..., 0].sum())(jnp.array([[logits]]))
+        assert np.all(np.isfinite(gradient))
+
+
 def test_a_sorted_dispatch_has_no_scatter():
     _, module, x = build(dispatch=Dispatch.sorted)
     gradient = jax.jit(jax.grad(lambda module, x: apply(module, x)[0].sum(), argnums=(0, 1)))
     assert "scatter" not in gradient.lower(module, x).as_text()
 
 
-@pytest.mark.parametrize("sizes", [[10, 0, 7, 3], [0, 0, 20, 0], [5, 5, 5, 1], [0, 0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[10, 0, 7, 2], [0, 0, 20, 0], [5, 5, 5, 1], [0, 0, 0, 0]])
 def test_products_of_groups_multiply_the_rows_of_each_group_by_its_matrix_alone(sizes, monkeypatch):
     monkeypatch.setattr(grouped, "SMALLEST_TILE", 4)
     x, g, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(21, 3), (21, 5), (4, 3, 5)]))
     numbers = np.repeat(np.arange(4), sizes)
     used, loops = len(numbers), jnp.array(sizes, jnp.int32)
+    x, g = (array.at[used:].set(jnp.nan) for array in (x, g))  # as `ragged_dot` may leave rows of no group on a TPU
     products, gradients = jax.jit(grouped.multiply_groups)(x, w, loops), np.zeros((4, 3, 5))
     np.testing.assert_allclose(products[:used], np.einsum("ra,rab->rb", x[:used], w[numbers]), rtol=1e-5, atol=1e-6)
     np.add.at(gradients, numbers, x[:used, :, None] * g[:used, None])

@@ -120,8 +120,8 @@ PARAMETER_GROUPS: dict[str, str] = {
     "scalar": "other scales and small gates; not decayed",
     "ssm": "state space parameters; not decayed, with a separate learning rate",
     "puzzle": "puzzle embeddings; a step updates only the rows in its batch, by the signs of their gradients",
-    "balance": "biases with which routers choose experts; a step changes them by `optimizer.balance_rate`, by the "
-    "signs of their gradients",
+    "balance": "selection biases of routers; a step adds `optimizer.balance_rate`, or subtracts it if the gradient is "
+    "positive",
     "fixed": "never changed",
 }
 """Parameter groups for optimizers, with descriptions."""

@@ -12,7 +12,7 @@ from valkyrie.axes import UNSHARDED, LossHead, Shard
 from valkyrie.models.families.gpt2 import Config
 from valkyrie.models.language_model import Checkpoint, LanguageModel, ResidualBlock
 from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
-from valkyrie.ops.linear import Numerics
+from valkyrie.ops.linear import Numerics, gather_in_float32
 
 POSITION_DEVIATION = 0.01
 """Initial standard deviation of the position embeddings, half that of the token embedding."""
@@ -48,8 +48,7 @@ class GPT2Model(LanguageModel):
 
         Positions count from the start of each document, or from the start of the row if `boundaries.keep` is None.
         """
-        axes = (None, "embed")
-        table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)
+        table = gather_in_float32(self.positions[...], (None, "embed"), shard)
         keep = boundaries.keep
         position_embeddings = table[: x.shape[1]] if keep is None else table[_document_positions(keep)]
         x = shard((x.astype(jnp.float32) + position_embeddings).astype(x.dtype), "batch", "seq", "embed")

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Shard
-from valkyrie.ops.linear import Numerics, linear
+from valkyrie.ops.linear import Numerics, gather_in_float32, linear
 
 Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function that wraps a block for rematerialisation: `jax.checkpoint` with a policy, or the identity."""
@@ -106,8 +106,7 @@ def add_bias(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Arr
 
     The addition is done in float32, and so is the gradient of the bias, a sum over all positions.
     """
-    axes = bias.get_metadata()["logical_axes"]
-    bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
+    bias_f32 = gather_in_float32(bias[...], bias.get_metadata()["logical_axes"], shard)
     return (x.astype(jnp.float32) + bias_f32).astype(x.dtype)
 
 

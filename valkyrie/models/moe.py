@@ -61,7 +61,7 @@ class MoE(Block):
     """Mixture of experts (arXiv 1701.06538), each a feed-forward with `mlp` hidden channels.
 
     The router computes scores in float32. Every token uses the `top_k` experts with the highest scores, and sums their
-    outputs, weighted by the scores. With `groups`, these experts are in the `top_groups` best groups of neighbouring
+    outputs, weighted by the scores. With `groups`, it uses only experts of the `top_groups` best groups of neighbouring
     experts (DeepSeek-V2, arXiv 2405.04434).
 
     Args:
@@ -77,7 +77,7 @@ class MoE(Block):
             of experts with more than the mean load decrease by `optimizer.balance_rate`, and those of others increase
             (arXiv 2408.15664).
         groups: Number of groups of experts.
-        top_groups: Number of groups that a token's experts are in.
+        top_groups: Number of groups with the highest scores. A token uses only experts of these groups.
         group_score: Score of a group.
         normalize: Divide the scores of the chosen experts by their sum. With softmax, this is a softmax over the chosen
             logits (Mixtral, arXiv 2401.04088).

@@ -30,7 +30,7 @@ from valkyrie.ops.experts import (
     sort_assignments,
     token_expert_axes,
 )
-from valkyrie.ops.linear import FLOAT32, Numerics
+from valkyrie.ops.linear import FLOAT32, Numerics, gather_in_float32
 from valkyrie.ops.routing import Routing, route
 
 
@@ -140,8 +140,7 @@ class MoELayer(nnx.Module):
         if not self.block.biases or name.startswith("shared_"):
             return product
         bias = getattr(self, f"{name}_bias")
-        axes = bias.get_metadata()["logical_axes"]
-        bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
+        bias_f32 = gather_in_float32(bias[...], bias.get_metadata()["logical_axes"], shard)
         return (product.astype(jnp.float32) + bias_f32[:, None, None]).astype(product.dtype)
 
     def _auxiliary(

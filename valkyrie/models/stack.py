@@ -124,7 +124,7 @@ class Stack:
 
     @property
     def feed_forward_kinds(self) -> list[str]:
-        """Name of the feed-forward of every layer, first to last. Layers without one have a name, too."""
+        """Name of the feed-forward of every layer, first to last. Unused in layers without a feed-forward."""
         pattern = self.feed_forward_pattern
         return [pattern[i % len(pattern)] for i in range(self.layers) if pattern]
 

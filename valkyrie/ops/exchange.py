@@ -51,6 +51,10 @@ class ExchangedRows(NamedTuple):
     group_sizes: Int[Array, "shards local_experts"]
 
 
+_PLAN_AXES = ((ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS, None, None), (ROWS, None))
+"""Logical axes of the arrays of `ExchangedRows`."""
+
+
 def plan_exchange(experts: Int[Array, "batch seq top_k"], count: int, shard: Shard) -> ExchangedRows:
     """Plan the exchange of rows of `count` experts between the devices that split both experts and tokens."""
     axes, expert_axes = token_expert_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
@@ -81,8 +85,7 @@ def plan_exchange(experts: Int[Array, "batch seq top_k"], count: int, shard: Sha
         permutations = [order, jnp.argsort(order), is_sent, received_order, jnp.argsort(received_order)]
         return [*permutations, counts.sum(-1)[None], group_sizes[None]]
 
-    out_axes = [(ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS, None, None), (ROWS, None)]
-    return ExchangedRows(*shard.map(plan, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts))
+    return ExchangedRows(*shard.map(plan, ((BATCH, SEQ, None),), list(_PLAN_AXES), check_vma=True)(experts))
 
 
 def dispatch_exchanged(
@@ -124,10 +127,6 @@ def combine_exchanged(
 
     in_axes = ((ROWS, axis), (BATCH, SEQ, None), *_PLAN_AXES)
     return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, weights, *rows)
-
-
-_PLAN_AXES = ((ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS, None, None), (ROWS, None))
-"""Logical axes of the arrays of `ExchangedRows`."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

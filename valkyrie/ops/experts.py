@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
-from valkyrie.ops.linear import Numerics
+from valkyrie.ops.linear import Numerics, gather_in_float32
 from valkyrie.ops.routing import Routing
 
 
@@ -266,7 +266,7 @@ def add_grouped_bias(
         row_bias = jnp.where(rows < ends[-1], row_bias, 0)  # other rows, and their gradients, may be NaN
         return (x.astype(jnp.float32) + row_bias).astype(x.dtype)
 
-    bias_f32 = shard.gather_for_use(shard.shard_for_storage(bias, *axes).astype(jnp.float32), *axes)
+    bias_f32 = gather_in_float32(bias, axes, shard)
     in_axes = ((ROWS, channels), (experts, channels), (ROWS, None))
     return shard.map(add, in_axes, (ROWS, channels), check_vma=True)(x, bias_f32, group_sizes)
 

@@ -120,8 +120,9 @@ def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
         steps = _list_steps(sizes, len(x), _tile_rows(backend, len(x), len(sizes)))
 
         def add(i: Array, total: Array) -> Array:
-            (rows, _), (cotangents, is_in_group) = steps.slice_rows(i, x), steps.slice_rows(i, g)
-            cotangents = jnp.where(is_in_group, cotangents, 0)
+            tiles = (steps.slice_rows(i, array) for array in (x, g))
+            # Both factors are masked, because rows of no group may be NaN.
+            rows, cotangents = (jnp.where(is_in_group, tile, 0) for tile, is_in_group in tiles)
             product = jnp.einsum("ra,rb->ab", rows, cotangents, preferred_element_type=jnp.float32)
             group = steps.group[i]
             return jax.lax.dynamic_update_index_in_dim(total, total[group] + product, group, 0)

@@ -44,6 +44,11 @@ FLOAT32 = Numerics(DType.float32.value, DType.float32.value, DType.float32.value
 """Numerics with all dtypes float32, whatever the precision policy."""
 
 
+def gather_in_float32(w: Float[Array, "..."], axes: Axes, shard: Shard) -> Float[Array, "..."]:
+    """Cast a parameter to float32 and gather it. Its gradient is summed in float32. `axes` are its logical axes."""
+    return shard.gather_for_use(shard.shard_for_storage(w, *axes).astype(jnp.float32), *axes)
+
+
 def linear(
     equation: str,
     x: Float[Array, "..."],

@@ -49,21 +49,23 @@ def route(
         normalize: Whether to divide the scores of the chosen experts by their sum.
         scaling: Factor of the weights.
         groups: Number of equal groups of neighbouring experts.
-        top_groups: Number of groups, those with the highest scores, in which a token's experts are.
+        top_groups: Number of groups with the highest scores. A token uses only experts of these groups.
         group_score: Score of a group.
     """
     is_softmax = router is RouterScores.softmax
-    scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+    # Scores are divided by their sum as softmaxes of their logarithms, because all sigmoids of a token can be 0.
+    log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
+    probabilities = jax.nn.softmax(log_scores)
+    scores = probabilities if is_softmax else jax.nn.sigmoid(logits)
     choice = jax.lax.stop_gradient(scores if selection_bias is None else scores + selection_bias)
     if top_groups < groups:
         choice = _mask_other_groups(choice, groups, top_groups, group_score)
     experts = jax.lax.top_k(choice, top_k)[1]
     one_hot = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
     # A product with the one-hot array instead of a gather, because the gradient of a gather is a scatter-add.
-    weights = jnp.sum(scores[:, :, None] * one_hot, axis=-1)
+    weights = jnp.sum((log_scores if normalize else scores)[:, :, None] * one_hot, axis=-1)
     if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    probabilities = scores if is_softmax else scores / jnp.sum(scores, axis=-1, keepdims=True)
+        weights = jax.nn.softmax(weights)
     return Routing(weights if scaling == 1 else scaling * weights, experts, one_hot, probabilities)
 
 
