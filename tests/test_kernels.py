@@ -227,3 +227,31 @@ ENTRY e {
 def test_the_share_of_used_rows_is_higher_on_devices_with_few_experts():
     assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 4)) == 1 / 4
     assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 8)) == 2 / 8
+
+
+def test_seconds_of_sorts_and_gathers_are_those_of_compiled_loops_and_a_profile():
+    """The measured figures are in `assumptions.GATHER_TILE_S` and `assumptions.SORT_STEP_CYCLES`."""
+    v5e, v5p = known_chips()["v5e"], known_chips()["v5p"]
+    assert sort_seconds(16384.0, v5e) == pytest.approx(10_590 / 1.5e9, rel=0.05)
+    assert gather_seconds(40960.0, 2048.0, 2, v5p) == pytest.approx(1.5e-3, rel=0.15)
+
+
+def test_a_fusion_with_a_small_gather_still_takes_the_time_of_its_traffic():
+    text = """HloModule m, is_scheduled=true
+mixed { x = bf16[4096,256]{1,0} parameter(0)
+  i = s32[8]{0} parameter(1)
+  y = bf16[1048576,1024]{1,0} parameter(2)
+  g = bf16[8,256]{1,0} gather(x, i), offset_dims={1}, collapsed_slice_dims={0},
+    start_index_map={0}, index_vector_dim=1, slice_sizes={1,256}
+  n = bf16[1048576,1024]{1,0} negate(y)
+  ROOT t = (bf16[8,256]{1,0}, bf16[1048576,1024]{1,0}) tuple(g, n) }
+ENTRY e {
+  x = bf16[4096,256]{1,0} parameter(0)
+  i = s32[8]{0} parameter(1)
+  y = bf16[1048576,1024]{1,0} parameter(2)
+  ROOT f = (bf16[8,256]{1,0}, bf16[1048576,1024]{1,0}) fusion(x, i, y), kind=kLoop, calls=mixed
+}
+"""
+    chip = known_chips()["v5e"]
+    seconds = OpCostModel(chip).cost(parse_module(text).instructions["f"]).duration_s
+    assert seconds > 2 * 2 * 1048576 * 1024 / 819e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -70,6 +71,24 @@ def test_only_matrices_are_decayed_and_state_spaces_have_a_lower_rate() -> None:
     np.testing.assert_allclose(updates["scale"], -1.0, rtol=1e-5)
     np.testing.assert_allclose(updates["w"], -1.0 - 0.1 * 2.0, rtol=1e-5)
     np.testing.assert_allclose(updates["B"], -0.25, rtol=1e-5)
+
+
+def test_only_models_with_selection_biases_have_a_state_for_them() -> None:
+    """Checkpoints contain the names of the states, so another one would make stored checkpoints unreadable."""
+    for groups, own in (
+        ({"w": "matrix", "codes": "puzzle"}, {"puzzle", "fixed"}),
+        ({"w": "matrix", "bias": "balance"}, {"balance"}),
+    ):
+        optimizer = make_optimizer(Config(clip_norm=None), vector_specs(groups), Training(10))
+        state = optimizer.init({name: jnp.full((2, 2), 2.0) for name in groups})
+        names = {
+            str(getattr(key, "key", ""))
+            for path, _ in jax.tree.flatten_with_path(state, is_leaf=lambda node: isinstance(node, optax.MaskedState))[
+                0
+            ]
+            for key in path
+        }
+        assert names & {"puzzle", "fixed", "balance"} == own
 
 
 @pytest.mark.parametrize(("gradient", "clipped"), [(100.0, 1.0 / math.sqrt(2 * len(GROUPS))), (0.1, 0.1)])

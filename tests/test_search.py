@@ -405,7 +405,7 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
     shown.print_start(Path("found"))
     assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue() and "mode.compiles=0" not in output.getvalue()
     several = describe_plan(make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts())
-    assert "3 kinds of chips" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
+    assert "3 slices" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
     layout, start = make_shortlist(request).fitting[0], len(output.getvalue().splitlines())
     for seconds in (*range(0, 100, 5), *range(0, 40, 5)):  # two compiles
         shown.show_wait(layout, float(seconds), 0.0)
@@ -473,7 +473,7 @@ def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_f
     assert ["cache" in line for line in output.getvalue().splitlines()] == [True, False]
 
 
-@pytest.mark.parametrize(("budget", "first"), [("5min", "v4-8"), ("20min", "v6e-8")])
+@pytest.mark.parametrize(("budget", "first"), [("3min", "v4-8"), ("7min", "v6e-8")])
 def test_slices_whose_compiles_do_not_fit_in_the_budget_come_last(
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, first: str
 ) -> None:
@@ -483,7 +483,7 @@ def test_slices_whose_compiles_do_not_fit_in_the_budget_come_last(
     assert shortlist.fitting[0].candidate.target == "v6e-8", "estimated to be the fastest"
     compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=2)
     targets = [layout.estimate.candidate.target for layout in compiles.layouts]
-    assert targets[0] == first and "v6e-8" in targets
+    assert targets[0] == first and ("v6e-8" in targets) == (first == "v6e-8")
 
 
 def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
@@ -1209,6 +1209,8 @@ def test_compiled_rows_on_the_same_kind_of_chip_share_their_errors() -> None:
     compiled = replace(slower, stage=Stage.compile, compiled_ratios=(1.0, 1.0))
     assert compiled.low_s < first.step_s and not may_be_better(request, first, compiled)
     assert may_be_better(request, replace(first, stage=Stage.measure), compiled), "a measured time has other errors"
+    (line,) = describe_certainty(request, [first, compiled], "")
+    assert "v4-16" in line and "same" in line and "Not sure" not in line
 
 
 def test_the_interval_of_an_estimate_is_wider_than_that_of_a_compiled_step() -> None:

@@ -70,7 +70,7 @@ def _routed_share(instruction: Instruction, imbalance: float) -> tuple[float, st
     balanced_share, padding = float(attributes[ROUTED_SHARE]), float(attributes.get(GROUP_PADDING, 0))
     share = min(balanced_share * imbalance, 1.0) if balanced_share < 1 else 1.0
     note = "balanced routing to experts is assumed (target.routing_imbalance=1)"
-    if imbalance > 1:
+    if imbalance > 1 and balanced_share < 1:
         note = f"the busiest device of an expert-parallel group has {imbalance:g} times its share of the tokens"
     return share + padding, note
 

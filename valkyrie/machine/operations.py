@@ -125,8 +125,8 @@ class OpCostModel:
             return OpCost(PartKind.matmul if flops else kind, seconds, flops)
         if flops:
             return OpCost(PartKind.matmul, max(flops / self._peak_flops, traffic_s), flops)
-        if (rearranging_s := _rearranging_seconds(instruction, self._chip)) is not None:
-            return OpCost(PartKind.memory, rearranging_s)
+        if (rearranging_s := _rearranging_seconds(instruction, self._chip)) > 0:
+            return OpCost(PartKind.memory, max(rearranging_s, traffic_s))
         if sum(leaf.bytes for leaf in instruction.shape.leaves) < _SCALAR_BYTES:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
@@ -149,17 +149,17 @@ class OpCostModel:
         return OpCost(PartKind.kernel, seconds, kernel.flops)
 
 
-def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float | None:
-    """Return the seconds of a sort, or of a fusion that gathers rows. None for other operations."""
+def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float:
+    """Return the seconds of a sort, or of the gathers of rows in a fusion. 0 for other operations."""
     if instruction.opcode == "sort":
         numbers = instruction.operands[0].shape
         return sort_seconds(float(numbers.element_count), chip, numbers.dims[instruction.message.dimensions[0]])
-    bodies = instruction.called_computations if instruction.opcode == "fusion" else []
+    bodies, seconds = instruction.called_computations if instruction.opcode == "fusion" else [], 0.0
     for gather in (i for body in bodies for i in body.instructions if i.opcode == "gather"):
         width = math.prod(gather.shape.dims[i] for i in gather.message.gather.offset_dims)
         rows = gather.shape.element_count / max(width, 1)
-        return gather_seconds(rows, float(width), gather.shape.bytes // max(gather.shape.element_count, 1), chip)
-    return None
+        seconds += gather_seconds(rows, float(width), gather.shape.bytes // max(gather.shape.element_count, 1), chip)
+    return seconds
 
 
 def leaf_instructions(computation: Computation) -> list[Instruction]:

@@ -159,11 +159,14 @@ class OptimizerConfig:
         from valkyrie.ops.atan2 import sign_descent_on_used_rows
 
         all_rules: dict[Hashable, optax.GradientTransformation] = {**rules}
-        if UNAVERAGED_GROUPS & set(jax.tree.leaves(labels)):
+        present = {*jax.tree.leaves(labels)}
+        # Checkpoints contain a state for each of these labels, so the rules must not depend on more than their groups.
+        if "balance" in present:
+            all_rules["balance"] = optax.chain(optax.scale_by_sign(), optax.scale(-self.balance_rate))
+        if present & {"puzzle", "fixed"}:
             ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
             scale_by_rate = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
             all_rules["puzzle"] = optax.chain(sign_descent_on_used_rows(self.weight_decay), scale_by_rate)
-            all_rules["balance"] = optax.chain(optax.scale_by_sign(), optax.scale(-self.balance_rate))
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
 

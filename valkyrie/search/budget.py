@@ -65,7 +65,7 @@ def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> 
         compile_text = "next compile" if compiled_layouts.layouts else "first compile"
         problem = f"The {compile_text} may not end within {limit_s:.0f} s, and its result would then be lost"
     elif missing > 1 and request.budget_s < _missing_s(request, compiled_layouts):
-        problem = f"The budget may end before each of the {missing} kinds of chips has a compile"
+        problem = f"The budget may end before each of the {missing} slices has a compile"
     else:
         return lines
     budget = sufficient_budget(request, compiled_layouts)

@@ -357,13 +357,13 @@ def _pick_next(
     find_baseline_layouts: Callable[[CompiledLayout], Sequence[EstimatedLayout]],
     left_s: float,
 ) -> EstimatedLayout | None:
-    """Return the layout to compile next, or None if none is worth a compile. `left_s` is what is left of the budget.
+    """Return the layout to compile next, or None if none is worth a compile. `left_s`: seconds left of the budget.
 
     Until a layout fits, this is the one with the lowest cost, divided by its chance to fit. After that, it is the one
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
     of chips without a compile come first, then a second partition, because layouts of one partition have similar
     errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
-    Chips for which a compile probably ends within the budget come before others.
+    Chips whose compiles may end within the budget come before others.
 
     If the errors of a platform's estimates are unknown, such chances are as well: each kind of its chips comes first.
     """
@@ -378,13 +378,13 @@ def _pick_next(
         )
 
     if best is None:
-        return pick_cheapest(_compiled_in_time(request, possible, left_s))
+        return pick_cheapest(_compiled_in_time(request, possible, left_s) or possible)
     if uncertain := [
         layout
         for layout in compiled_layouts.filter_uncompiled_chips(possible)
         if not get_platform(layout.group.target.platform).has_estimate_errors
     ]:
-        return pick_cheapest(_compiled_in_time(request, uncertain, left_s))
+        return pick_cheapest(_compiled_in_time(request, uncertain, left_s) or uncertain)
     limit = request.cost(best.estimate, best.step_s or 0.0) / EQUAL_RATIO
     chances = {
         layout.candidate: time.chance_below(limit / request.cost(layout, 1.0)) * compiled_layouts.chance_to_fit(layout)
@@ -393,7 +393,9 @@ def _pick_next(
     promising = [layout for layout in possible if chances[layout.candidate] >= MIN_CHANCE]
     if promising:
         uncompiled = compiled_layouts.filter_uncompiled_chips(promising)
-        first = _compiled_in_time(request, uncompiled, left_s) or promising
+        other_chips = {layout.candidate for layout in uncompiled}
+        on_compiled_chips = [layout for layout in promising if layout.candidate not in other_chips]
+        first = _compiled_in_time(request, uncompiled, left_s) or on_compiled_chips or promising
         partitions = {layout.estimate.candidate.partition for layout in compiled_layouts.layouts}
         if len(partitions) == 1:
             first = [layout for layout in first if layout.candidate.partition not in partitions] or first
@@ -405,8 +407,7 @@ def _pick_next(
 def _compiled_in_time(
     request: SearchRequest, layouts: Sequence[EstimatedLayout], left_s: float
 ) -> Sequence[EstimatedLayout]:
-    """Return the layouts whose compile probably ends within `left_s` seconds, or else those with the shortest ones."""
+    """Return the layouts whose compile ends within `left_s` seconds if it is one of the fastest quarter."""
     targets = {layout.candidate.target: layout.group.target for layout in layouts}
-    seconds = {name: durations_on(request, target).high_s for name, target in targets.items()}
-    limit_s = max(left_s, min(seconds.values(), default=0.0))
-    return [layout for layout in layouts if seconds[layout.candidate.target] <= limit_s]
+    seconds = {name: durations_on(request, target).low_s for name, target in targets.items()}
+    return [layout for layout in layouts if seconds[layout.candidate.target] <= left_s]

@@ -89,10 +89,7 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     relevant_rows = [best, *(rows[place - 1] for place in rivals)]
     accuracy = _describe_accuracy(request, relevant_rows, [rows[place - 1] for place in others])
     if not rivals:
-        others = [place for place in others if not _share_errors(request, best, rows[place - 1])]
-        names = format_alternatives(None, [target_slice(request, rows[place - 1]).name for place in others] or [""])
-        text = f"#1 is {better} than every row on {names}, even at the slow end of its interval and their fast ends."
-        return [*([text] if others and all(rows[place - 1].interval for place in [1, *others]) else []), *accuracy]
+        return [*_describe_worse_chips(request, rows, others), *accuracy]
     place, rival, named = rivals[0], rows[rivals[0] - 1], rivals[:MAX_NAMED_RIVALS]
     text = format_alternatives(None, [_describe_row(rows[place - 1], place) for place in named])
     text += f" (and {count_text(len(rivals) - len(named), 'more slice')})" if len(rivals) > len(named) else ""
@@ -103,6 +100,20 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     if settle := _compile_text(rival, f"To settle it, first compile #{place}"):
         return [*lines, settle]
     return [*lines, _measure_text(request, rows, place, options)]
+
+
+def _describe_worse_chips(request: SearchRequest, rows: Sequence[RankedLayout], places: Sequence[int]) -> list[str]:
+    """Return sentences that #1 is better than the rows at these places, which are the best ones on other slices."""
+    best, better, lines = rows[0], _better(request), []
+    for shares_errors, why in (
+        (False, "even at the slow end of its interval and their fast ends"),
+        (True, "because predictions for the same kind of chip have the same errors, except those of estimates"),
+    ):
+        worse = [place for place in places if _share_errors(request, best, rows[place - 1]) is shares_errors]
+        names = [target_slice(request, rows[place - 1]).name for place in worse]
+        if worse and (shares_errors or all(rows[place - 1].interval for place in [1, *worse])):
+            lines.append(f"#1 is {better} than every row on {format_alternatives(None, names)}, {why}.")
+    return lines
 
 
 def _describe_accuracy(
