@@ -213,11 +213,12 @@ def test_the_memory_category_with_most_of_the_difference_is_named(
     assert ("parameters" in sentence) is names_parameters
 
 
-def test_small_memory_sizes_have_a_fitting_unit() -> None:
-    memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in (3, 5)]
+@pytest.mark.parametrize("sizes", [(3, 5), (180, 250)])
+def test_memory_sizes_that_differ_have_a_unit_that_shows_it(sizes: tuple[int, int]) -> None:
+    memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in sizes]
     both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
     (sentence,) = [s for s in compare_layouts(*both, ("a", "b")).sentences if "MiB" in s]
-    assert sentence.count("3.0 MiB") == sentence.count("5.0 MiB") == 2
+    assert [sentence.count(f"{size:.1f} MiB") for size in sizes] == [2, 2]
 
 
 def write_folder(compiled: Prediction, folder: Path) -> str:

@@ -435,15 +435,21 @@ def _explain_memory(faster: _Side, slower: _Side) -> list[str]:
     peaks = [report.peak for report in reports if report is not None and report.peak is not None]
     if len(peaks) < 2:
         return []
-    text = (
-        f"Each device needs {memory_text(peaks[0])} at its peak under {faster.label} and {memory_text(peaks[1])} under "
-    )
-    text += slower.label
+    texts = _memory_texts(*peaks)
+    text = f"Each device needs {texts[0]} at its peak under {faster.label} and {texts[1]} under {slower.label}"
     peak_difference = peaks[1] - peaks[0]
     largest = next(
         iter(_pair_quantities(faster.quantities.memory, slower.quantities.memory, 1.0)), Quantity("", 0.0, 0.0)
     )
     if peak_difference and largest.excess / peak_difference >= _MAIN_SHARE:
-        sizes = f"{memory_text(int(largest.first))} and {memory_text(int(largest.second))}"
+        sizes = " and ".join(_memory_texts(largest.first, largest.second))
         text += f". Most of the difference is {largest.name}: {sizes}"
     return [f"{text}."]
+
+
+def _memory_texts(first: float, second: float) -> tuple[str, str]:
+    """Format two sizes in bytes, in MiB if they would look equal otherwise."""
+    texts = memory_text(int(first)), memory_text(int(second))
+    if first == second or texts[0] != texts[1]:
+        return texts
+    return f"{first / 2**20:,.1f} MiB", f"{second / 2**20:,.1f} MiB"
