@@ -37,6 +37,7 @@ CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"
 CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "deepseek_v2"]
 CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
 VOCAB = 300
+YARN = ["model=deepseek_tiny", "model.attention.yarn.factor=4", "model.attention.yarn.mscale_all_dim=0"]
 
 
 def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
@@ -100,6 +101,20 @@ def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tm
     for name, value in tensors_before.items():
         np.testing.assert_array_equal(tensors_after[name], value, err_msg=name)
     assert json.loads((exported_folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_selection_biases_stay_float32_beside_bfloat16_weights(tmp_path):
+    source, name = write_published(tmp_path / "model", "deepseek_v3", ml_dtypes.bfloat16), "e_score_correction_bias"
+    biases = {key: np.float32(1 / 3) + value for key, value in read_tensors(source).items() if key.endswith(name)}
+    change_tensors(source, **{key: value.astype(np.float32) for key, value in biases.items()})
+    lines: list[str] = []
+    exported = export_run(convert_folder(source, tmp_path / "runs"), tmp_path / "back", file_bytes=1, say=lines.append)
+    before, after = read_tensors(source), read_tensors(exported)
+    assert biases and {key: value.dtype for key, value in after.items()} == {k: v.dtype for k, v in before.items()}
+    assert all(np.array_equal(after[key], before[key]) for key in biases)
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in after.values())
+    assert "bfloat16 and float32" in lines[0]
 
 
 def test_a_setting_that_the_original_config_omits_is_exported(tmp_path):
@@ -504,6 +519,13 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
         (["model=gpt_tiny", "model.residual=parallel"], "model.residual=parallel"),
         (["model=gpt_tiny", "model.attention.soft_cap=50"], "model.attention.soft_cap=50.0"),
         (["model=gpt_tiny", "model.feed_forward=relu2"], "model.feed_forward=relu2"),
+        (["model=mixtral_8x7b", "model.dense_layers=1"], "model.dense_layers=1"),
+        (["model=olmoe_1b_7b", "model.dense_layers=1"], "model.dense_layers=1"),
+        (["model=deepseek_tiny", "model.moe.biases=true"], "model.moe.biases=true"),
+        (["model=deepseek_tiny", "model.moe.shared_experts=0"], "model.moe.shared_experts=0"),
+        ([*YARN, "model.attention.yarn.mscale=0.7"], "model.attention.yarn.mscale=0.7"),
+        ([*YARN, "model.attention.yarn.mscale=0"], "model.attention.yarn.mscale=0"),
+        ([*YARN[:2], "model.attention.yarn.mscale=0"], "model.attention.yarn.mscale=0"),
     ],
 )
 def test_the_refusal_to_export_an_unsupported_model_names_its_key(settings, message):
@@ -545,10 +567,17 @@ def test_an_exported_model_is_rebuilt_from_its_config(settings):
     assert model.attention == rebuilt_model.attention
 
 
-@pytest.mark.parametrize("model", ["deepseek_v2_lite", "deepseek_v3", "deepseek_tiny"])
-def test_an_exported_deepseek_model_is_rebuilt_from_its_config(model):
-    overrides = [] if model != "deepseek_tiny" else ["model.attention.yarn.factor=1", "model.moe.shared_experts=2"]
-    config = parse_run([f"model={model}", "mesh=1x1x1", *overrides]).model
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=deepseek_v2_lite"],
+        ["model=deepseek_v3"],
+        ["model=deepseek_tiny", "model.attention.yarn.factor=1", "model.moe.shared_experts=2"],
+        YARN,
+    ],
+)
+def test_an_exported_deepseek_model_is_rebuilt_from_its_config(overrides):
+    config = parse_run([*overrides, "mesh=1x1x1"]).model
     settings = {k: "null" if v is None else override_text(v) for k, v in model_settings(to_config_json(config)).items()}
     del settings["name"]
     rebuilt = parse_run(["model=deepseek_schema", "mesh=1x1x1", *(f"model.{k}={v}" for k, v in settings.items())]).model
@@ -571,6 +600,15 @@ def test_an_exported_deepseek_model_is_rebuilt_from_its_config(model):
 def test_unsupported_settings_of_deepseek_are_refused_by_their_key(case, changes, key):
     with pytest.raises(ValueError, match=f"^config.json: {key}\\b"):
         model_settings(json.loads(str(GOLDEN[f"{case}_config"])) | changes)
+
+
+def test_keys_that_a_deepseek_v3_omits_have_the_defaults_of_transformers():
+    defaults = {"attention.query_latent": 1536, "dense_layers": 3, "moe.groups": 8, "moe.top_groups": 4}
+    defaults |= {"moe.normalize": True, "moe.routed_scaling": 2.5}
+    keys = ("q_lora_rank", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+    config = json.loads(str(GOLDEN["deepseek_v3_config"]))
+    settings = model_settings({key: value for key, value in config.items() if key not in keys})
+    assert {key: settings[key] for key in defaults} == defaults
 
 
 def test_modules_for_further_tokens_are_left_out(tmp_path):

@@ -62,6 +62,7 @@ class Architecture:
         rope_theta: Default of `rope_theta`.
         tie_word_embeddings: Default of `tie_word_embeddings`.
         fixed_values: Keys with a single supported value, which is also their default.
+        default_values: Defaults of other keys, if not the same in all architectures.
         default_only_settings: Model settings that must have the default of the family.
         top_level_tensors: Tensors of the parameters outside of layers.
         layer_tensors: Tensors of the parameters in a layer.
@@ -101,6 +102,7 @@ class Architecture:
     rope_theta: float = 1e4
     tie_word_embeddings: bool = False
     fixed_values: Mapping[str, object] = field(default_factory=dict)
+    default_values: Mapping[str, object] = field(default_factory=dict)
     default_only_settings: tuple[str, ...] = _DEFAULT_ONLY
     top_level_tensors: Mapping[str, TensorLocation] = field(default_factory=lambda: TOP_LEVEL_TENSORS)
     layer_tensors: Mapping[str, TensorLocation] = field(default_factory=lambda: LAYER_TENSORS)
@@ -167,6 +169,7 @@ _MOE_SIZES = {
 }
 _MOE_DEFAULT_ONLY = (*_DEFAULT_ONLY, "moe.shared_experts", "moe.router", "moe.selection_bias", "moe.groups")
 _MOE_DEFAULT_ONLY += ("moe.routed_scaling", "moe.scale_inputs", "moe.biases")
+_WITHOUT_DENSE_LAYERS = (*_MOE_DEFAULT_ONLY, "feed_forward_pattern", "dense_layers")
 
 MIXTRAL, OLMOE, QWEN3_MOE = (
     Architecture(
@@ -177,7 +180,7 @@ MIXTRAL, OLMOE, QWEN3_MOE = (
         rope_theta=1e6,
         size_keys=_MOE_SIZES | {"moe.experts": "num_local_experts"},
         epsilon_entry=("rms_norm_eps", 1e-5),
-        default_only_settings=(*_MOE_DEFAULT_ONLY, "feed_forward_pattern"),
+        default_only_settings=_WITHOUT_DENSE_LAYERS,
         layer_tensors=LAYER_TENSORS | MIXTRAL_EXPERTS,
     ),
     Architecture(
@@ -191,7 +194,7 @@ MIXTRAL, OLMOE, QWEN3_MOE = (
         normalize_key="norm_topk_prob",
         epsilon_entry=("rms_norm_eps", 1e-5),
         fixed_values={"clip_qkv": None},
-        default_only_settings=(*_MOE_DEFAULT_ONLY, "feed_forward_pattern"),
+        default_only_settings=_WITHOUT_DENSE_LAYERS,
         layer_tensors=LAYER_TENSORS | QWEN_EXPERTS,
     ),
     Architecture(
@@ -222,7 +225,7 @@ _DEEPSEEK_SIZES = {
     "moe.shared_experts": "n_shared_experts",
 }
 _DEEPSEEK_DEFAULT_ONLY = tuple(setting for setting in _DEFAULT_ONLY if not setting.startswith("attention."))
-_DEEPSEEK_DEFAULT_ONLY += ("feed_forward_pattern", "moe.scale_inputs")
+_DEEPSEEK_DEFAULT_ONLY += ("feed_forward_pattern", "moe.scale_inputs", "moe.biases")
 
 DEEPSEEK_V2, DEEPSEEK_V3 = (
     Architecture(
@@ -239,6 +242,7 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
             "norm_topk_prob": False,
             "scoring_func": "softmax",
         },
+        default_values={"q_lora_rank": 1536, "topk_method": "greedy"},
         default_only_settings=(*_DEEPSEEK_DEFAULT_ONLY, "moe.normalize"),
         layer_tensors=LAYER_TENSORS | LATENT_ATTENTION | QWEN_EXPERTS | SHARED_EXPERTS,
     ),
@@ -254,6 +258,15 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
             "moe_layer_freq": 1,
             "rope_interleave": True,
             "scoring_func": "sigmoid",
+        },
+        default_values={
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 3,
+            "topk_method": "noaux_tc",
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
         },
         has_selection_bias=True,
         default_only_settings=_DEEPSEEK_DEFAULT_ONLY,

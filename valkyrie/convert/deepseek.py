@@ -53,30 +53,30 @@ def yarn_entries(yarn: Yarn) -> Mapping[str, object] | None:
 def deepseek_settings(config: Mapping[str, Any], has_selection_bias: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of latent attention, dense layers and the router, and a message for each unsupported value.
 
-    `has_selection_bias` is whether the router is that of DeepSeek-V3.
+    `config` has the architecture's `default_values`. `has_selection_bias` is whether the router is that of DeepSeek-V3.
     """
     heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     refusals = []
     if key_heads not in (None, heads):
         refusals.append(f"num_key_value_heads={key_heads} is not supported, only num_attention_heads={heads} is")
-    method = config.get("topk_method", _METHODS[has_selection_bias][0])
+    method = config["topk_method"]
     if method not in _METHODS[has_selection_bias]:
         refusals.append(f"topk_method={method} is not supported, only {' and '.join(_METHODS[has_selection_bias])}")
     has_groups = method != "greedy"
     return {
-        "attention.query_latent": config.get("q_lora_rank"),
+        "attention.query_latent": config["q_lora_rank"],
         "dense_layers": config.get("first_k_dense_replace") or 0,
         "moe.groups": (config.get("n_group") or 1) if has_groups else 1,
         "moe.top_groups": (config.get("topk_group") or 1) if has_groups else 1,
         "moe.group_score": (GroupScore.top_2 if has_selection_bias else GroupScore.max).value,
-        "moe.routed_scaling": float(config.get("routed_scaling_factor", 2.5 if has_selection_bias else 1.0)),
+        "moe.routed_scaling": float(config.get("routed_scaling_factor", 1.0)),
         "moe.router": (RouterScores.sigmoid if has_selection_bias else RouterScores.softmax).value,
         "moe.selection_bias": has_selection_bias,
     }, refusals
 
 
 _METHODS = {False: ("greedy", "group_limited_greedy"), True: ("noaux_tc",)}
-"""Supported values of `topk_method`, by whether the router has a selection bias. The first is the default."""
+"""Supported values of `topk_method`, by whether the router has a selection bias. The last one has groups."""
 
 
 def deepseek_entries(model: deepseek.Config) -> dict[str, object]:
@@ -101,8 +101,14 @@ def deepseek_entries(model: deepseek.Config) -> dict[str, object]:
 
 
 def unsupported_settings(model: deepseek.Config, has_selection_bias: bool) -> list[str]:
-    """Return the settings that DeepSeek's router does not have, as `KEY=VALUE`."""
-    experts, refusals = model.moe, []
+    """Return the settings that DeepSeek's attention, experts and router do not have, as `KEY=VALUE`."""
+    experts, yarn, refusals = model.moe, model.attention.yarn, []
+    # Unless both slopes are positive, transformers computes the amplitude from slopes of 1 and 0.
+    if yarn.factor != 1 and not (yarn.mscale and yarn.mscale_all_dim) and (yarn.mscale, yarn.mscale_all_dim) != (1, 0):
+        mscale_all_dim = f"yarn.mscale_all_dim={yarn.mscale_all_dim:g}"
+        refusals.append(f"model.attention.yarn.mscale={yarn.mscale:g} with {mscale_all_dim}")
+    if not experts.shared_experts:
+        refusals.append("model.moe.shared_experts=0")
     if experts.selection_bias != has_selection_bias:
         router = f"moe.router={experts.router.value}"
         refusals.append(f"model.moe.selection_bias={override_text(experts.selection_bias)} with {router}")

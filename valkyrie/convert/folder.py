@@ -196,26 +196,25 @@ def write_folder(
     folder: Path,
     config: Mapping[str, object],
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: np.dtype,
+    dtypes: Mapping[str, np.dtype],
     read_tensor: Callable[[str], np.ndarray],
     file_bytes: int,
 ) -> list[str]:
     """Write config.json and the tensors, and return the names of the safetensors files.
 
     Writes an index if there are several files. Raises DiskError if a file cannot be written, for example on a full
-    disk, and ValueError if a number is beyond the range of `dtype`.
+    disk, and ValueError if a number is beyond the range of its dtype.
 
     Args:
         folder: the folder to write.
         config: contents of config.json.
         shapes: shape of each tensor, by name.
-        dtype: dtype of the written tensors.
+        dtypes: dtype of each written tensor, by name.
         read_tensor: returns a tensor by name. The tensors of one file are in memory at once.
         file_bytes: approximate maximum bytes of a file.
     """
-    tensor_groups = _split_into_files(
-        {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes
-    )
+    sizes = {name: int(np.prod(shape)) * dtypes[name].itemsize for name, shape in shapes.items()}
+    tensor_groups = _split_into_files(sizes, file_bytes)
     is_single = len(tensor_groups) == 1
     names = [
         WEIGHTS_FILE if is_single else f"model-{i:05d}-of-{len(tensor_groups):05d}.safetensors"
@@ -223,11 +222,11 @@ def write_folder(
     ]
     with disk_errors(folder, OTHER_FOLDER_REMEDY):
         for file, tensor_names in zip(names, tensor_groups, strict=True):
-            _write_file(folder / file, {name: _cast(name, read_tensor(name), dtype) for name in tensor_names})
+            _write_file(folder / file, {name: _cast(name, read_tensor(name), dtypes[name]) for name in tensor_names})
         if not is_single:
             total = sum(int(np.prod(shape)) for shape in shapes.values())
             index = {
-                "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
+                "metadata": {"total_parameters": total, "total_size": sum(sizes.values())},
                 "weight_map": {
                     name: file for file, tensor_names in zip(names, tensor_groups, strict=True) for name in tensor_names
                 },
@@ -277,10 +276,12 @@ def _split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return tensor_groups
 
 
-def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
-    """Return a text with the number of tensors, of parameters, and of bytes if all are stored in `dtype`."""
-    count = sum(int(np.prod(shape)) for shape in shapes.values())
-    return f"{len(shapes)} tensors, {count:,} parameters in {dtype.name}, {decimal_bytes_text(count * dtype.itemsize)}"
+def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> str:
+    """Return a text with the number of tensors, of parameters, and of bytes. `dtypes` is by name of the tensor."""
+    counts = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+    size = sum(count * dtypes[name].itemsize for name, count in counts.items())
+    dtype_text = " and ".join(sorted({dtypes[name].name for name in shapes}))
+    return f"{len(shapes)} tensors, {sum(counts.values()):,} parameters in {dtype_text}, {decimal_bytes_text(size)}"
 
 
 def _first_names(names: list[str]) -> str:

@@ -93,7 +93,8 @@ def import_folder(
             f"note: seq={seq}: the weights were trained for at most {context} positions. Use seq={context}, or "
             f"model.context={seq} if the run will be trained on longer texts."
         )
-    say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
+    dtypes = {name: weights.dtype([name]) for name in tensor_shapes}
+    say(f"{architecture.name}: {describe_tensors(tensor_shapes, dtypes)}")
     with _new_folder(run_folder) as originals_folder:
         copied_names = copy_other_files(folder, originals_folder)
         write_atomic(originals_folder / CONFIG_FILE, (folder / CONFIG_FILE).read_bytes())

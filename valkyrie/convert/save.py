@@ -57,7 +57,8 @@ def export_run(
         run_folder: the run folder. If its checkpoint has averaged parameters (`ema_decay`), these are written.
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest undamaged one.
-        dtype: dtype of the weights. None for the original dtype if the run was converted from a folder, else float32.
+        dtype: dtype of the weights, except biases for the choice of experts, which are float32. None for the original
+            dtype if the run was converted from a folder, else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a message before the tensors are written.
     """
@@ -75,18 +76,29 @@ def export_run(
         for tensor_slice in slices:
             slices_by_tensor.setdefault(tensor_slice.name, []).append(tensor_slice)
     shapes = {name: slices[0].tensor_shape for name, slices in slices_by_tensor.items()}
-    say(f"{architecture.name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
+    dtypes = _tensor_dtypes(run.model, slices_by_tensor, weights_dtype)
+    say(f"{architecture.name} of step {step}: {describe_tensors(shapes, dtypes)}")
     reader = _ParameterReader(path, field)
     with _lock_empty_folder(folder):
-        write_folder(
-            folder, config, shapes, weights_dtype, lambda name: reader.read(slices_by_tensor[name]), file_bytes
-        )
+        write_folder(folder, config, shapes, dtypes, lambda name: reader.read(slices_by_tensor[name]), file_bytes)
         if not _copy_tokenizer(run_folder, run, folder):
             say(
                 f"note: tokenizer={run.tokenizer} has no tokenizer.json to copy. To convert {folder} back, use "
                 f"valkyrie-convert from-hf with --tokenizer {run.tokenizer}."
             )
     return folder
+
+
+def _tensor_dtypes(
+    model: Stack, slices_by_tensor: Mapping[str, list[TensorSlice]], weights_dtype: np.dtype
+) -> dict[str, np.dtype]:
+    """Return the dtype of each written tensor. Biases for the choice of experts stay float32, as in transformers."""
+    parameters = model.parameters()
+    float32_names = {name for name, p in parameters.items() if p.group == "balance" and p.float32}
+    return {
+        name: DTYPES["F32"] if slices[0].parameter in float32_names else weights_dtype
+        for name, slices in slices_by_tensor.items()
+    }
 
 
 def _refuse_nonempty_folder(folder: Path) -> None:

@@ -91,7 +91,8 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     Raises ValueError with the keys that have an unsupported value.
     """
     architecture = find_architecture(config)
-    config = {architecture.other_keys.get(key, key): value for key, value in config.items()}
+    own_values = {architecture.other_keys.get(key, key): value for key, value in config.items()}
+    config = {**architecture.default_values, **own_values}
     if invalid_keys := [
         key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1
     ]:
