@@ -931,6 +931,11 @@ def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: S
     assert f"{largest:,} (" in next(line for line in lines if f"#{rows.index(best) + 1} " in line)
     assert f"batch={best.candidate.batch}" in explain_batch(best)[0]
     assert describe_batches([replace(best, batches=[])]) == explain_batch(replace(best, batches=[])) == []
+    for change, count in ((0.95, 2), (0.8, 1)):
+        rate = change * best.tokens_per_second_per_chip
+        larger = replace(best.batches[0], batch=1000, fits=True, stage=Stage.estimate, tokens_per_second_per_chip=rate)
+        lines = explain_batch(replace(best, batches=[larger]))
+        assert len(lines) == count and "1,000" in lines[0], "an estimate that is 5% lower may be wrong"
 
 
 def test_settings_that_the_search_chose_for_a_mesh_are_named() -> None:
