@@ -90,6 +90,7 @@ def remove_checkpoints_after(folder: Path, step: int) -> None:
             shutil.rmtree(later)
 
 
+@pytest.mark.slow
 def test_biases_that_balance_experts_resume_bit_for_bit(tmp_path: Path) -> None:
     model = ("model=moe_tiny", "model.layers=1", "model.embed=16", "model.moe.mlp=16", "model.moe.selection_bias=true")
     training = [argument for argument in TINY_ARGUMENTS if not argument.startswith("model")]
