@@ -1,4 +1,4 @@
-"""Routing: which experts of a mixture a token uses, and with which weights."""
+"""Routing: chooses the experts of each token of a mixture, and their weights."""
 
 from __future__ import annotations
 

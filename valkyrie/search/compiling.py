@@ -225,7 +225,8 @@ def compile_best(
     stage_start, durations_s = time.monotonic(), list[float]()
 
     def left_s(factor: float = 1.0) -> float:
-        return factor * (request.budget_s or math.inf) - (time.monotonic() - stage_start)
+        budget_s = math.inf if request.budget_s is None else request.budget_s
+        return factor * budget_s - (time.monotonic() - stage_start)
 
     def exceeds_budget(more_s: float) -> bool:
         return more_s > left_s(compiled_layouts.budget_factor)
@@ -407,7 +408,7 @@ def _pick_next(
 def _compiled_in_time(
     request: SearchRequest, layouts: Sequence[EstimatedLayout], left_s: float
 ) -> Sequence[EstimatedLayout]:
-    """Return the layouts whose compile ends within `left_s` seconds if it is one of the fastest quarter."""
+    """Return the layouts on slices for which the fastest quarter of compiles take at most `left_s` seconds."""
     targets = {layout.candidate.target: layout.group.target for layout in layouts}
     seconds = {name: durations_on(request, target).low_s for name, target in targets.items()}
     return [layout for layout in layouts if seconds[layout.candidate.target] <= left_s]

@@ -42,7 +42,7 @@ def compile_durations(request: SearchRequest, targets: Sequence[TargetConfig]) -
 
 
 def durations_on(request: SearchRequest, target: TargetConfig) -> CompileDurations:
-    """Return how long a compile of a search probably takes on a slice."""
+    """Return the probable duration of a compile for a slice."""
     chips = {each.chip.name if each.chip else "" for each in request.targets}
     on_chip = f" for {target.chip.name}" if target.chip and len(chips) > 1 else ""
     seconds = earlier_compile_seconds(request.run.model.parameter_count(), usable_hbm(target.chip))

@@ -107,7 +107,7 @@ def _describe_worse_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     best, better, lines = rows[0], _better(request), []
     for shares_errors, why in (
         (False, "even at the slow end of its interval and their fast ends"),
-        (True, "because predictions for the same kind of chip have the same errors, except those of estimates"),
+        (True, "although intervals may overlap: predictions for the same kind of chip are off by about the same ratio"),
     ):
         worse = [place for place in places if _share_errors(request, best, rows[place - 1]) is shares_errors]
         names = [target_slice(request, rows[place - 1]).name for place in worse]
