@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,28 @@ def _read_configs_once() -> None:
     _cache_configs(find_source(ValkyrieSource.scheme()), schema_version)
 
 
+def _compose_quickly() -> None:
+    """Patch Hydra and OmegaConf to skip repeated work. Saves a third of the time to compose a run.
+
+    OmegaConf's parser runs once per text. Hydra compares parsed versions, and lists the choices that a defaults list
+    with interpolations may refer to, also for lists without interpolations.
+    """
+    import hydra.version
+    import omegaconf._utils
+    import omegaconf.base
+    from hydra._internal import defaults_list
+
+    list_choices = defaults_list._create_interpolation_map
+
+    def list_needed_choices(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+        needed = any(default.is_interpolation() for default in defaults if not default.is_self())
+        return list_choices(overrides, defaults, self_added) if needed else None
+
+    defaults_list._create_interpolation_map = list_needed_choices
+    hydra.version._get_version = cache(hydra.version._get_version)
+    omegaconf.base.parse = omegaconf._utils.parse = lru_cache(4096)(omegaconf.base.parse)
+
+
 def _compose_commands_once() -> None:
     """Patch Hydra to compose each command once.
 
@@ -172,6 +195,7 @@ def _prepare_libraries() -> None:
     hypothesis.settings.load_profile("busy")
     _install_type_checks()
     _read_configs_once()
+    _compose_quickly()
     _compose_commands_once()
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)

@@ -17,7 +17,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.axes import Parameter
+from valkyrie.axes import Arrays, Parameter
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
@@ -149,6 +149,12 @@ def small_overrides(model: str) -> tuple[str, ...]:
 def small_run(model: str, *overrides: str) -> Run:
     """Return the run of a shrunken model with further overrides, by default on one device."""
     return compose_run(*small_overrides(model), "mesh=1x1x1", "partition=dp", *overrides)
+
+
+@cache
+def arrays_of(model: str) -> Arrays:
+    """Return the arrays of a model, which are the same under every layout."""
+    return compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:

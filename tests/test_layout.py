@@ -14,7 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, PARTITIONS, compose_run
+from helpers import MODELS, PARTITIONS, arrays_of
 from valkyrie.axes import Arrays, Tensor
 from valkyrie.models import known_axes
 from valkyrie.parallel.candidates import Candidates
@@ -26,7 +26,6 @@ from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
 
 PARTITION_CONFIGS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
-ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
 
 
 def make_arrays(*parameters: tuple[str, Tensor], sharded_like: dict[str, str] | None = None) -> Arrays:
@@ -41,7 +40,7 @@ def try_layout(
     defaults: dict[str, Any] = {
         "microbatches": 1,
         "remat": load_remat("none"),
-        "arrays": ARRAYS["valkyrie_tiny"],
+        "arrays": arrays_of("valkyrie_tiny"),
         "known_axes": known_axes(),
         "batch": 32,
         "seq": 128,
@@ -82,7 +81,7 @@ def test_a_layout_without_problems_divides_every_array(
     mesh: str, name: str, model: str, zero1: bool, microbatches: int, batch: int, seq: int
 ):
     partition = replace(PARTITION_CONFIGS[name], zero1=zero1)
-    options = {"arrays": ARRAYS[model], "microbatches": microbatches, "batch": batch, "seq": seq}
+    options = {"arrays": arrays_of(model), "microbatches": microbatches, "batch": batch, "seq": seq}
     layout, problems = try_layout(mesh, partition, **options)
     assert len(problems) == len(set(problems))
     event("refused" if problems else "legal")
@@ -93,7 +92,7 @@ def test_a_layout_without_problems_divides_every_array(
     assert batch % layout.shard_count("batch") == 0, "a pipeline's stages split the batch outside of it"
     assert batch % (layout.shard_count("batch") // stages * microbatches) == 0
     assert seq % layout.shard_count("seq") == 0
-    for tensor in ARRAYS[model].parameters:
+    for tensor in arrays_of(model).parameters:
         for sharding in (
             layout.stored_axes(tensor.axes),
             layout.used_axes(tensor.axes),
@@ -103,7 +102,7 @@ def test_a_layout_without_problems_divides_every_array(
             assert len(used) == len(set(used)), (tensor, sharding)
             for size, mesh_axes in zip(tensor.shape, sharding, strict=True):
                 assert size % shard_count(layout, mesh_axes) == 0, (tensor, sharding)
-    for tensor in ARRAYS[model].activations:
+    for tensor in arrays_of(model).activations:
         used = [axis for mesh_axes in layout.activation_axes(tensor.axes) for axis in mesh_axes]
         assert len(used) == len(set(used)), tensor
         for size, mesh_axes in zip(tensor.shape, layout.activation_axes(tensor.axes), strict=True):
@@ -212,7 +211,7 @@ def test_an_axis_used_twice_is_refused_for_parameters_and_activations():
         parameters=PARTITION_CONFIGS["2d_tp"].parameters | {"mlp": ["y"]},
         activations=PARTITION_CONFIGS["2d_tp"].activations | {"embed": ["z"]},
     )
-    parameters, activations = layout_problems("2x2x2", partition, arrays=ARRAYS["longformer_tiny"])
+    parameters, activations = layout_problems("2x2x2", partition, arrays=arrays_of("longformer_tiny"))
     code = ProblemCode.mesh_axis_used_twice
     assert parameters.identity == (code, None, ("embed", "mlp"), ("y",))
     assert set(parameters.names) == {"feed_forward.up", "feed_forward.gate", "feed_forward.down"}
@@ -242,7 +241,7 @@ def test_an_axis_without_a_rule_is_replicated_or_follows_the_default():
 def test_a_rule_for_an_unknown_axis_is_refused_unless_marked_optional():
     def rule_problems(axis: str) -> list[tuple[ProblemCode, str | None, str | None]]:
         partition = PartitionConfig("mine", {axis: ["y"]}, {"batch": ["x"]})
-        problems = layout_problems("2x1x1", partition, arrays=ARRAYS["gpt_tiny"])
+        problems = layout_problems("2x1x1", partition, arrays=arrays_of("gpt_tiny"))
         return [(p.code, p.key, p.details["near"]) for p in problems]
 
     unknown = ProblemCode.unknown_logical_axis

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, PARTITIONS, compose_config, compose_run
+from helpers import MODELS, PARTITIONS, arrays_of, compose_config
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.models import known_axes
@@ -205,7 +205,6 @@ def test_an_error_lists_each_problem_once():
 
 
 PARTITION_CONFIGS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
-ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
 OF_A_MESH = {
     ProblemCode.not_divisible,
     ProblemCode.batch_not_divisible,
@@ -232,7 +231,7 @@ def test_vectorised_checks_find_the_problems_of_single_layouts(
     shape: list[int], name: str, model: str, schedule: tuple[str, int], microbatches: int, batch: int, seq: int
 ):
     partition = replace(PARTITION_CONFIGS[name], schedule=PipelineSchedule[schedule[0]], rounds=schedule[1])
-    mesh, arrays, logical_axes = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
+    mesh, arrays, logical_axes = parse_mesh("x".join(map(str, shape))), arrays_of(model), known_axes()
     remat = load_remat("full")
     _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, logical_axes)
     parameters, activations, _ = resolve_rules(partition, mesh, arrays.axes, logical_axes)
