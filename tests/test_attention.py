@@ -73,7 +73,7 @@ def make_inputs(
     return q, k, v, ids, tokens
 
 
-def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
+def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens, sinks=None):
     """Return attention by its definition, computed one query at a time in float64."""
     q, k, v, segment_ids, tokens = jax.tree.map(np.asarray, (q, k, v, segment_ids, tokens))
     batch, seq, heads, head_dim = q.shape
@@ -102,7 +102,7 @@ def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
         for h in range(heads):
             group = h // (heads // k.shape[2])
             weights = np.exp(keys[:, group].astype(np.float64) @ query[h] / head_dim**0.5)
-            out[b, i, h] = weights @ values[:, group] / weights.sum()
+            out[b, i, h] = weights @ values[:, group] / (weights.sum() + (0 if sinks is None else np.exp(sinks[h])))
     return out
 
 
@@ -120,16 +120,16 @@ CASES = [
 ]
 
 
-def run_attention(impl, q, k, v, tokens, ids=None, **options):
+def run_attention(impl, q, k, v, tokens, ids=None, sinks=None, **options):
     """Return `[output, *gradients]`: the gradients of `sum(sin(output))` with respect to each float input."""
 
     @jax.jit
-    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
-    def loss_and_output(q, k, v, tokens):
-        out = attention(q, k, v, segment_ids=ids, global_tokens=tokens, impl=impl, **options)
+    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4), has_aux=True, allow_int=True)
+    def loss_and_output(q, k, v, tokens, sinks):
+        out = attention(q, k, v, segment_ids=ids, global_tokens=tokens, sinks=sinks, impl=impl, **options)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
-    (_, out), grads = loss_and_output(q, k, v, tokens)
+    (_, out), grads = loss_and_output(q, k, v, tokens, sinks)
     return [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
 
 
@@ -160,6 +160,58 @@ def test_values_may_have_other_channels_than_keys(value_dim, monkeypatch):
     monkeypatch.setattr(module, "LocalOptions", partial(LocalOptions, interpret=True))
     kernel = run_attention(AttentionImpl.kernel, q, k, v, None, window=None, ids=ids, backend="tpu")
     assert_close(kernel, expected, atol=2e-5)
+
+
+SINKS = jnp.asarray([-2.0, 0.5, 3.0, 12.0])
+
+
+@pytest.mark.parametrize(
+    "case", mark_slow_except([(20, 1, False, 0), (20, 2, True, 3), (None, 1, True, 3)], [(20, 2, True, 3)]), ids=str
+)
+def test_sinks_join_the_softmax_sums_without_a_value(case, monkeypatch):
+    from valkyrie.ops import attention as module
+
+    window, dilation, segments, global_count = case
+    q, k, v, ids, tokens = make_inputs(70, batch=1, global_tokens=global_count, segments=segments)
+    options = {"window": window, "dilation": dilation, "ids": ids, "sinks": SINKS}
+    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
+    definition = brute_force(q, k, v, window, True, dilation, ids, tokens, SINKS)
+    np.testing.assert_allclose(expected[0], definition, atol=2e-6)
+    assert expected[-1].shape == SINKS.shape and np.abs(expected[-1]).min() > 1e-3
+    assert_close(run_attention(AttentionImpl.chunked, q, k, v, tokens, chunk=32, **options), expected, atol=3e-5)
+    monkeypatch.setattr(module, "LocalOptions", partial(LocalOptions, interpret=True))
+    kernel = run_attention(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
+    assert_close(kernel, expected, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "backend"),
+    [(9, "cpu"), (None, "tpu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "cpu"), (9, "tpu")))],
+)
+def test_sinks_over_a_sharded_sequence_and_sharded_heads_equal_those_of_one_device(window, backend):
+    q, k, v, ids, tokens = make_inputs(80, batch=1, segments=True, global_tokens=3 if backend == "cpu" else 0)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("s", "h"), axis_types=(AxisType.Auto,) * 2)
+    heads = P(None, "s", "h")
+    token_specs = None if tokens is None else GlobalTokens(P(), P(), P(None, None, "h"), heads, heads)
+
+    def attend_locally(q, k, v, tokens, sinks, ids):
+        return sharded_attention(
+            q, k, v, axis_names=("s",), window=window, segment_ids=ids, global_tokens=tokens, sinks=sinks,
+            backend=backend, interpret=True, chunk=16,
+        )  # fmt: skip
+
+    @jax.jit
+    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4), has_aux=True, allow_int=True)
+    def f(q, k, v, tokens, sinks):
+        specs = (heads, heads, heads, token_specs, P("h"), P(None, "s"))
+        attend = jax.shard_map(attend_locally, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=backend != "tpu")
+        out = attend(q, k, v, tokens, sinks, ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = f(q, k, v, tokens, SINKS)
+    ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
+    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, window=window, ids=ids, sinks=SINKS)
+    assert_close(ours, expected, atol=3e-5)
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
@@ -403,12 +455,15 @@ def test_streaming_attention_equals_parallel_attention(dilation, global_count, w
         tokens = GlobalTokens(
             positions, jnp.ones(positions.shape, bool), q_global[:, :global_count], k_global, v_global
         )
-    parallel = attention(q, k, v, window=window, dilation=dilation, global_tokens=tokens, impl=AttentionImpl.dense)
+    parallel = attention(
+        q, k, v, window=window, dilation=dilation, global_tokens=tokens, sinks=SINKS, impl=AttentionImpl.dense
+    )
     cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=global_count)
 
     def step(cache, x):
         q, k, v, *global_kv = x
-        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*global_kv) if global_count else None)
+        global_step = GlobalStep(*global_kv) if global_count else None
+        out, cache = attention_step(q, k, v, cache, global_step=global_step, sinks=SINKS)
         return cache, out
 
     inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, q_global, k_global, v_global)]
@@ -473,6 +528,7 @@ def test_auto_chooses_by_backend_and_length(backend, seq, attention_request, exp
         ("gpu", make_request(segments=True), "packed documents"),
         ("gpu", make_request(global_tokens=True), "global tokens"),
         ("gpu", make_request(head_dim=136), r"\b128\b.*\b136\b"),
+        ("gpu", make_request()._replace(has_sinks=True), "sinks"),
     ],
 )
 def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, attention_request, reason):

@@ -34,7 +34,7 @@ from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
-CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "deepseek_v2"]
+CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "deepseek_v2"]
 CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
 VOCAB = 300
 YARN = ["model=deepseek_tiny", "model.attention.yarn.factor=4", "model.attention.yarn.mscale_all_dim=0"]
@@ -115,6 +115,33 @@ def test_selection_biases_stay_float32_beside_bfloat16_weights(tmp_path):
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in after.values())
     assert "bfloat16 and float32" in lines[0]
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_read_and_written_in_bfloat16(tmp_path):
+    source = write_published(tmp_path / "model", "gpt_oss", ml_dtypes.bfloat16)
+    tensors, rng, expected = read_tensors(source), np.random.default_rng(2), {}
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        digits = rng.integers(0, 16, (experts, outputs, inputs), dtype=np.uint8)
+        scales = rng.integers(110, 130, (experts, outputs, inputs // 32), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = (digits[..., ::2] | digits[..., 1::2] << 4).reshape(*scales.shape, 16)
+        tensors[f"{name}_scales"] = scales
+        numbers = values[digits] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
+        expected[name] = numbers.swapaxes(1, 2)
+    save_file(tensors, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"gate_up_proj\b"):
+        convert_folder(source, tmp_path / "unquantised")
+    del config["dtype"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    exported = export_run(convert_folder(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
+    after = read_tensors(exported)
+    assert {array.dtype for array in after.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    for name, numbers in expected.items():
+        np.testing.assert_array_equal(after[name].astype(np.float32), numbers)
+    assert json.loads((exported / "config.json").read_text()) == config | {"dtype": "bfloat16"}
 
 
 def test_a_setting_that_the_original_config_omits_is_exported(tmp_path):
@@ -523,6 +550,9 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
         (["model=olmoe_1b_7b", "model.dense_layers=1"], "model.dense_layers=1"),
         (["model=deepseek_tiny", "model.moe.biases=true"], "model.moe.biases=true"),
         (["model=deepseek_tiny", "model.moe.shared_experts=0"], "model.moe.shared_experts=0"),
+        (["model=gpt_oss_tiny", "model.moe.biases=false"], "model.moe.biases=false"),
+        (["model=gpt_oss_tiny", "model.attention.yarn.mscale_all_dim=1"], "yarn.mscale_all_dim=1"),
+        (["model=moe_tiny", "model.moe.normalize=true", "model.attention.yarn.factor=2"], "attention.yarn.factor=2"),
         ([*YARN, "model.attention.yarn.mscale=0.7"], "model.attention.yarn.mscale=0.7"),
         ([*YARN, "model.attention.yarn.mscale=0"], "model.attention.yarn.mscale=0"),
         ([*YARN[:2], "model.attention.yarn.mscale=0"], "model.attention.yarn.mscale=0"),
@@ -572,15 +602,19 @@ def test_an_exported_model_is_rebuilt_from_its_config(settings):
     [
         ["model=deepseek_v2_lite"],
         ["model=deepseek_v3"],
+        ["model=gpt_oss_20b"],
+        ["model=gpt_oss_120b", "model.attention.bias=none", "model.attention.windows=[null]"],
         ["model=deepseek_tiny", "model.attention.yarn.factor=1", "model.moe.shared_experts=2"],
         YARN,
     ],
 )
-def test_an_exported_deepseek_model_is_rebuilt_from_its_config(overrides):
+def test_an_exported_mixture_is_rebuilt_from_its_config(overrides):
     config = parse_run([*overrides, "mesh=1x1x1"]).model
     settings = {k: "null" if v is None else override_text(v) for k, v in model_settings(to_config_json(config)).items()}
     del settings["name"]
-    rebuilt = parse_run(["model=deepseek_schema", "mesh=1x1x1", *(f"model.{k}={v}" for k, v in settings.items())]).model
+    rebuilt = parse_run(
+        [f"model={config.family}_schema", "mesh=1x1x1", *(f"model.{k}={v}" for k, v in settings.items())]
+    ).model
     assert rebuilt.attention == config.attention
     assert rebuilt.feed_forward_kinds == config.feed_forward_kinds
     trained_only = {"balance_weight": 0, "z_weight": 0, "balance_over": None, "group_score": None}
@@ -594,10 +628,13 @@ def test_an_exported_deepseek_model_is_rebuilt_from_its_config(overrides):
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("deepseek_v2_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_parameters"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
     ],
 )
-def test_unsupported_settings_of_deepseek_are_refused_by_their_key(case, changes, key):
+def test_unsupported_settings_of_mixtures_are_refused_by_their_key(case, changes, key):
     with pytest.raises(ValueError, match=f"^config.json: {key}\\b"):
         model_settings(json.loads(str(GOLDEN[f"{case}_config"])) | changes)
 
@@ -609,6 +646,14 @@ def test_keys_that_a_deepseek_v3_omits_have_the_defaults_of_transformers():
     config = json.loads(str(GOLDEN["deepseek_v3_config"]))
     settings = model_settings({key: value for key, value in config.items() if key not in keys})
     assert {key: settings[key] for key in defaults} == defaults
+
+
+def test_keys_that_a_gpt_oss_omits_have_the_defaults_of_transformers():
+    model = parse_run(["model=gpt_oss_20b", "mesh=1x1x1"]).model
+    config, keys = to_config_json(model), ("layer_types", "sliding_window", "rope_scaling", "rope_parameters")
+    keys += ("rope_theta", "attention_bias", "head_dim", "num_key_value_heads")
+    settings = model_settings({key: value for key, value in config.items() if key not in keys})
+    assert settings == model_settings(config)
 
 
 def test_modules_for_further_tokens_are_left_out(tmp_path):

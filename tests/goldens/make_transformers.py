@@ -74,6 +74,15 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "topk_group": 2,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
+GPT_OSS = EXPERTS | {
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key} | {"truncate": False},
+}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -86,6 +95,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 4}),
     "olmoe": ("Olmoe", OLMOE),
     "qwen3_moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "gpt_oss": ("GptOss", GPT_OSS),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK),
     "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 20, "rope_parameters": YARN}),
     "deepseek_v2_groups": (

@@ -10,6 +10,7 @@ from typing import Any
 from valkyrie.convert.names import (
     GPT2_LAYER_TENSORS,
     GPT2_TOP_LEVEL_TENSORS,
+    GPT_OSS_TENSORS,
     LATENT_ATTENTION,
     LAYER_TENSORS,
     MIXTRAL_EXPERTS,
@@ -23,16 +24,21 @@ from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.ops.choices import Bias, NormSpan
 
 _DEFAULT_ONLY = ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern")
-_DEFAULT_ONLY += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations"))
+_DEFAULT_ONLY += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations", "sinks"))
+_DEFAULT_ONLY += ("attention.yarn.factor",)
 _GPT2_DEFAULT_ONLY = (*_DEFAULT_ONLY, *(f"attention.{key}" for key in ("windows", "rope_theta", "qk_norm", "bias")))
 
 
 class Windows(Enum):
-    """Layers that can have a sliding window: none, all (the same one), or those that config.json lists."""
+    """Layers that can have a sliding window: none, all (the same one), or those that config.json lists.
+
+    `alternating` is `listed`, with every other layer as default, beginning with the first.
+    """
 
     none = "none"
     all = "all"
     listed = "listed"
+    alternating = "alternating"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Architecture:
         bias: Attention projections that always have a bias.
         biases_key: Key that adds a bias to all attention projections if true, or None if there is no such key.
         qk_norm: Channels that the norms of queries and keys average over, or None if there are no such norms.
+        has_sinks: Whether attention has sinks.
         windows: Layers that can have a sliding window.
         has_window_switch: Whether `use_sliding_window` turns windows on.
         family: Model family that implements the architecture.
@@ -55,11 +62,15 @@ class Architecture:
         normalize_key: Key that divides the scores of a token's experts by their sum, or None if they always are.
         lists_dense_layers: Whether config.json lists layers with a dense feed-forward instead of experts.
         has_selection_bias: Whether experts have a bias for their choice (DeepSeek-V3).
+        has_expert_biases: Whether the router and the experts have biases.
+        quantization: Value of `quant_method` whose tensors can be read, or None.
         activation_key: Key of the nonlinearity in config.json.
         activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
             exporting writes the first.
         epsilon_entry: Key and default of the norms' epsilon.
         rope_theta: Default of `rope_theta`.
+        rope_type: Supported `rope_type` besides `default`: `llama3` or `yarn`.
+        default_rope: Values of `rope_parameters` if config.json has none.
         tie_word_embeddings: Default of `tie_word_embeddings`.
         fixed_values: Keys with a single supported value, which is also their default.
         default_values: Defaults of other keys, if not the same in all architectures.
@@ -73,6 +84,7 @@ class Architecture:
     bias: Bias = Bias.none
     biases_key: str | None = None
     qk_norm: NormSpan | None = None
+    has_sinks: bool = False
     windows: Windows = Windows.none
     has_window_switch: bool = False
     family: str = "gpt"
@@ -90,6 +102,8 @@ class Architecture:
     normalize_key: str | None = None
     lists_dense_layers: bool = False
     has_selection_bias: bool = False
+    has_expert_biases: bool = False
+    quantization: str | None = None
     activation_key: str = "hidden_act"
     activations: Mapping[str, Nonlinearity] = field(
         default_factory=lambda: {
@@ -100,6 +114,8 @@ class Architecture:
     )
     epsilon_entry: tuple[str, float] = ("rms_norm_eps", 1e-6)
     rope_theta: float = 1e4
+    rope_type: str = "llama3"
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
     tie_word_embeddings: bool = False
     fixed_values: Mapping[str, object] = field(default_factory=dict)
     default_values: Mapping[str, object] = field(default_factory=dict)
@@ -171,7 +187,13 @@ _MOE_DEFAULT_ONLY = (*_DEFAULT_ONLY, "moe.shared_experts", "moe.router", "moe.se
 _MOE_DEFAULT_ONLY += ("moe.routed_scaling", "moe.scale_inputs", "moe.biases")
 _WITHOUT_DENSE_LAYERS = (*_MOE_DEFAULT_ONLY, "feed_forward_pattern", "dense_layers")
 
-MIXTRAL, OLMOE, QWEN3_MOE = (
+_GPT_OSS_DEFAULT_ONLY = tuple(
+    setting
+    for setting in (*_WITHOUT_DENSE_LAYERS, "attention.qk_norm", "attention.rope_stretch.factor")
+    if setting not in ("block_pattern", "attention.sinks", "attention.yarn.factor", "moe.biases")
+)
+
+MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS = (
     Architecture(
         "MixtralForCausalLM",
         "mixtral",
@@ -212,6 +234,34 @@ MIXTRAL, OLMOE, QWEN3_MOE = (
         default_only_settings=_MOE_DEFAULT_ONLY,
         layer_tensors=LAYER_TENSORS | QWEN_EXPERTS,
     ),
+    Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        family="moe",
+        has_sinks=True,
+        windows=Windows.alternating,
+        biases_key="attention_bias",
+        size_keys=_MOE_SIZES | {"moe.experts": "num_local_experts"},
+        other_keys={"num_experts": "num_local_experts"},
+        has_expert_biases=True,
+        quantization="mxfp4",
+        activations={"silu": Nonlinearity.clamped_swiglu},
+        epsilon_entry=("rms_norm_eps", 1e-5),
+        rope_theta=150000.0,
+        rope_type="yarn",
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        fixed_values={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        default_values={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
+        default_only_settings=_GPT_OSS_DEFAULT_ONLY,
+        layer_tensors=LAYER_TENSORS | GPT_OSS_TENSORS,
+    ),
 )
 _DEEPSEEK_SIZES = {
     **LLAMA.size_keys,
@@ -232,6 +282,7 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
         family="deepseek",
+        rope_type="yarn",
         size_keys=_DEEPSEEK_SIZES,
         other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
         normalize_key="norm_topk_prob",
@@ -250,6 +301,7 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         family="deepseek",
+        rope_type="yarn",
         size_keys=_DEEPSEEK_SIZES,
         other_keys={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
         normalize_key="norm_topk_prob",
@@ -275,7 +327,19 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
 )
 ARCHITECTURES = {
     architecture.name: architecture
-    for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+    for architecture in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GPT2,
+        MIXTRAL,
+        OLMOE,
+        QWEN3_MOE,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
 }
 """The supported architectures, by class name."""
 

@@ -16,28 +16,26 @@ YARN_KEYS = {
     "original_max_position_embeddings": "context",
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
 }
 """Fields of `Yarn`, by key of `rope_scaling`."""
 
 
-def yarn_settings(rope: Mapping[str, Any], key: str) -> tuple[dict[str, float], list[str]]:
+def yarn_settings(rope: Mapping[str, Any], key: str) -> tuple[dict[str, float | bool], list[str]]:
     """Return the fields of `Yarn` for a `rope_scaling`, and a message for each unsupported value.
 
     `key` is the key of `rope` in config.json.
     """
     missing_keys = [name for name in ("factor", "original_max_position_embeddings") if not rope.get(name)]
     refusals = [f"{key} lacks {name}, required by rope_type=yarn" for name in missing_keys]
-    refusals += [
-        f"{key}.{name}={rope[name]} is not supported"
-        for name, supported in (("attention_factor", None), ("truncate", True))
-        if rope.get(name, supported) != supported
-    ]
+    if (attention_factor := rope.get("attention_factor")) is not None:
+        refusals.append(f"{key}.attention_factor={attention_factor} is not supported")
     mscale, mscale_all_dim = (float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if mscale_all_dim and not mscale:
         refusals.append(f"{key}.mscale_all_dim={mscale_all_dim:g} is not supported without {key}.mscale")
     if not mscale_all_dim:  # transformers ignores `mscale` alone
         mscale = 1.0
-    settings = {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    settings = {"mscale": mscale, "mscale_all_dim": mscale_all_dim, "truncate": bool(rope.get("truncate", True))}
     settings |= {"low": float(rope.get("beta_slow") or 1.0), "high": float(rope.get("beta_fast") or 32.0)}
     settings |= {"factor": rope.get("factor", 1.0), "context": rope.get("original_max_position_embeddings", 1)}
     return settings, refusals

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from valkyrie.convert.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX, unpack, unpacked_shape
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.units import count_text, decimal_bytes_text
@@ -36,6 +37,9 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 class Weights:
     """The tensors of a Hugging Face folder. Opening it reads their shapes and dtypes; `read` reads a tensor.
 
+    If config.json has `quant_method=mxfp4`, two tensors `NAME_blocks` and `NAME_scales` count as one, `NAME`, in
+    bfloat16.
+
     The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
 
     Attributes:
@@ -55,18 +59,41 @@ class Weights:
         self.dtypes: dict[str, str] = {}
         for name in _weight_files(folder):
             self._read_header(name)
+        self._packed_names: set[str] = set()
+        quantization = self.config.get("quantization_config")
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+            self._join_packed_tensors()
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor. Raises ValueError if its file is damaged, or if it has a NaN or infinity."""
-        path = self.folder / self._file_by_tensor[name]
-        try:
-            with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
-                tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
+        if name in self._packed_names:
+            path = self.folder / self._file_by_tensor[name + BLOCKS_SUFFIX]
+            tensor = unpack(*(self._read_stored(name + suffix) for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)))
+        else:
+            path, tensor = self.folder / self._file_by_tensor[name], self._read_stored(name)
         if non_finite := tensor.size - np.count_nonzero(np.isfinite(tensor)):
             raise ValueError(f"{path}: {name} has NaN or infinite values ({non_finite:,} of {tensor.size:,}).")
         return tensor
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        """Return a tensor as it is stored. Raises ValueError if its file is damaged."""
+        path = self.folder / self._file_by_tensor[name]
+        try:
+            with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
+
+    def _join_packed_tensors(self) -> None:
+        """Replace the pairs of tensors that store matrices in MXFP4 by the matrices, in `shapes` and `dtypes`."""
+        for blocks_name, shape in list(self.shapes.items()):
+            name, scales_name = (blocks_name.removesuffix(BLOCKS_SUFFIX) + suffix for suffix in ("", SCALES_SUFFIX))
+            is_pair = name != blocks_name and self.shapes.get(scales_name) == shape[:-1] and len(shape) == 4
+            if is_pair and self.dtypes[blocks_name] == self.dtypes[scales_name] == "U8":
+                self._packed_names.add(name)
+                for stored_name in (blocks_name, scales_name):
+                    del self.shapes[stored_name], self.dtypes[stored_name]
+                self.shapes[name], self.dtypes[name] = unpacked_shape(shape), "BF16"
 
     def dtype(self, names: Iterable[str]) -> np.dtype:
         """Return the smallest dtype that represents all of these tensors exactly."""

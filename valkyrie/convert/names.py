@@ -20,10 +20,12 @@ class TensorLocation:
         name: name of the tensor, with `{}` for the layer number, and a second `{}` for the number of the expert if each
             expert has a tensor.
         transposed: whether the input and output dimensions are in the opposite order to the parameter's.
+        stacked: whether the tensor stores the matrices of all experts, with the experts as its first dimension.
         flat: whether the tensor flattens the parameter's dimensions, such as heads and head_dim, to one.
         third: which third of the tensor's last dimension stores the parameter, or None if all of it does.
         parts: names in the layer of the parameters whose last dimensions the tensor concatenates, in this order. Empty
             if it stores a single parameter.
+        interleaved: whether the channels of `parts` alternate, instead of being concatenated.
         pairs: name in the layer of a parameter. As many channels at the end of the last dimension as that parameter has
             in its last dimension are rotated, and the tensor stores the two channels of a rotated pair next to each
             other. None if it does not.
@@ -31,9 +33,11 @@ class TensorLocation:
 
     name: str
     transposed: bool = False
+    stacked: bool = False
     flat: bool = False
     third: int | None = None
     parts: tuple[str, ...] = ()
+    interleaved: bool = False
     pairs: str | None = None
 
 
@@ -76,6 +80,25 @@ def expert_tensors(block: str, up: str, gate: str, down: str) -> dict[str, Tenso
 MIXTRAL_EXPERTS = expert_tensors("block_sparse_moe", up="w3", gate="w1", down="w2")
 QWEN_EXPERTS = expert_tensors("mlp", up="up_proj", gate="gate_proj", down="down_proj")
 """Tensor names of the experts, also used by OLMoE."""
+
+_GPT_OSS_MLP, _GATE_UP = "model.layers.{}.mlp", ("moe.gate", "moe.up")
+_GATE_UP_BIAS = tuple(f"{name}_bias" for name in _GATE_UP)
+GPT_OSS_TENSORS = {
+    "mixer.sinks": TensorLocation("model.layers.{}.self_attn.sinks"),
+    "moe.router": TensorLocation(f"{_GPT_OSS_MLP}.router.weight", transposed=True),
+    "moe.router_bias": TensorLocation(f"{_GPT_OSS_MLP}.router.bias"),
+    "moe.down": TensorLocation(f"{_GPT_OSS_MLP}.experts.down_proj", transposed=True, stacked=True),
+    "moe.down_bias": TensorLocation(f"{_GPT_OSS_MLP}.experts.down_proj_bias"),
+}
+GPT_OSS_TENSORS |= {
+    name: TensorLocation(f"{_GPT_OSS_MLP}.experts.gate_up_proj", stacked=True, parts=_GATE_UP, interleaved=True)
+    for name in _GATE_UP
+}
+GPT_OSS_TENSORS |= {
+    name: TensorLocation(f"{_GPT_OSS_MLP}.experts.gate_up_proj_bias", parts=_GATE_UP_BIAS, interleaved=True)
+    for name in _GATE_UP_BIAS
+}
+"""Tensor names of the sinks and experts of gpt-oss."""
 
 _SELF_ATTENTION, _ROPE_KEY = "model.layers.{}.self_attn", "mixer.rope_key"
 
@@ -155,7 +178,7 @@ class TensorSlice:
         location: how the tensor stores the parameter.
         shape: shape of this part of the parameter.
         row_count: number of rows of the parameter that the tensor stores. The remaining rows are padding.
-        start: first index of this part in the last dimension that the tensor concatenates (`TensorLocation.parts`).
+        start: first index of this part in the last dimension of the tensor's parts (`TensorLocation.parts`).
         total: length of that dimension, or None if the tensor stores a single part.
         paired: number of rotated channels at the end of the last dimension, of which the tensor stores pairs.
     """
@@ -178,21 +201,24 @@ class TensorSlice:
 
     @property
     def _whole_shape(self) -> tuple[int, ...]:
-        """Shape of the parameters that the tensor concatenates along the last dimension, or of this part alone."""
+        """Shape of the parameters that the tensor joins along the last dimension, or of this part alone."""
         return (self.row_count, *self.shape[1:]) if self.total is None else (*self.shape[:-1], self.total)
 
     def _flattened(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) == 1 or self.location.flat:
             return (math.prod(shape),)
-        matrix = (shape[0], math.prod(shape[1:]))
-        return matrix[::-1] if self.location.transposed else matrix
+        experts, shape = (shape[:1], shape[1:]) if self.location.stacked else ((), shape)
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (*experts, columns, rows) if self.location.transposed else (*experts, rows, columns)
 
     def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a tensor of the folder to this part of the parameter. Padding is zero."""
         if self.location.third is not None:
             tensor = np.split(tensor, 3, axis=-1)[self.location.third]
-        matrix = (tensor.T if self.location.transposed else tensor).reshape(self._whole_shape)
-        if self.total is not None:
+        matrix = (tensor.swapaxes(-1, -2) if self.location.transposed else tensor).reshape(self._whole_shape)
+        if self.location.interleaved:
+            matrix = matrix[..., self.start :: len(self.location.parts)]
+        elif self.total is not None:
             matrix = matrix[..., self.start : self.start + self.shape[-1]]
         matrix = matrix[..., self._channel_order] if self.paired else matrix
         if self.row_count == self.shape[0]:
@@ -217,8 +243,9 @@ class TensorSlice:
         For a tensor that fuses GPT-2's query, key and value, `rows` and the result are only one third.
         """
         shape = self._flattened(rows.shape)
-        matrix = rows.reshape(shape[::-1] if self.location.transposed else shape)
-        return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
+        if not self.location.transposed:
+            return np.ascontiguousarray(rows.reshape(shape))
+        return np.ascontiguousarray(rows.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2))
 
 
 def join_slices(slices: Sequence[TensorSlice], parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -227,6 +254,8 @@ def join_slices(slices: Sequence[TensorSlice], parts: Sequence[np.ndarray]) -> n
     rows = [slices[i].to_rows(parts[i]) for i in order]
     if slices[0].location.third is not None:
         return np.concatenate([slices[0].to_tensor(third) for third in rows], axis=-1)
+    if slices[0].location.interleaved:
+        return slices[0].to_tensor(np.stack(rows, axis=-1).reshape(*rows[0].shape[:-1], -1))
     return slices[0].to_tensor(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1))
 
 
@@ -257,11 +286,15 @@ def tensor_slices(
             continue
         segment, block, name_in_layer = name.split(".", 2)
         layer, numbers = layers[f"{segment}.{block}"]
-        location = layer_tensors[name_in_layer.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)]
+        local_name = name_in_layer.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)
+        location = layer_tensors[local_name]
         leading_sizes = parameter.shape[: location.name.count("{}")]
         shape = parameter.shape[len(leading_sizes) :]
-        widths = {part: parameters[f"{segment}.{block}.{part}"].shape[-1] for part in location.parts}
-        start = sum(widths[part] for part in location.parts[: location.parts.index(name_in_layer)]) if widths else 0
+        widths = {
+            part: parameters[f"{segment}.{block}.{_parameter_name(part, layer)}"].shape[-1] for part in location.parts
+        }
+        earlier_parts = location.parts[: location.parts.index(local_name)] if widths else ()
+        start = len(earlier_parts) if location.interleaved else sum(widths[part] for part in earlier_parts)
         total = sum(widths.values()) or None
         paired = 0 if location.pairs is None else parameters[f"{segment}.{block}.{location.pairs}"].shape[-1]
         slices_by_parameter[name] = [
@@ -279,6 +312,11 @@ def tensor_slices(
             for index in np.ndindex(leading_sizes)
         ]
     return slices_by_parameter
+
+
+def _parameter_name(local_name: str, layer: Layer) -> str:
+    """Return the name in a layer of a parameter, given that in `layer_tensors`."""
+    return local_name.replace(f"{layer.feed_forward_kind}.", "feed_forward.", 1)
 
 
 def _stacked_layers(model: Stack) -> Iterator[tuple[str, Layer, list[int]]]:

@@ -58,7 +58,7 @@ def export_run(
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest undamaged one.
         dtype: dtype of the weights, except biases for the choice of experts, which are float32. None for the original
-            dtype if the run was converted from a folder, else float32.
+            dtype if the run was converted from a folder (bfloat16 if the weights were quantised), else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a message before the tensors are written.
     """
@@ -191,7 +191,8 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
     original_file = run_folder / ORIGINALS_FOLDER / CONFIG_FILE
     original_config = json.loads(original_file.read_bytes()) if original_file.is_file() else {}
-    old_dtype = original_config.get("dtype") or original_config.get("torch_dtype") or "float32"
+    default_dtype = "bfloat16" if original_config.pop("quantization_config", None) else "float32"
+    old_dtype = original_config.get("dtype") or original_config.get("torch_dtype") or default_dtype
     assert isinstance(run.model, Stack)
     new_config = to_config_json(run.model)
     if original_config.get("architectures") == new_config["architectures"]:

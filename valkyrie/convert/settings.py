@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from valkyrie.convert.architectures import (
     ARCHITECTURES,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT2,
+    GPT_OSS,
     LLAMA,
     MISTRAL,
     MIXTRAL,
@@ -22,7 +23,13 @@ from valkyrie.convert.architectures import (
     Windows,
     find_architecture,
 )
-from valkyrie.convert.deepseek import deepseek_entries, deepseek_settings, unsupported_settings, yarn_settings
+from valkyrie.convert.deepseek import (
+    deepseek_entries,
+    deepseek_settings,
+    unsupported_settings,
+    yarn_entries,
+    yarn_settings,
+)
 from valkyrie.models.block import DENSE
 from valkyrie.models.families import deepseek, gpt, gpt2, moe
 from valkyrie.models.stack import Stack
@@ -47,6 +54,7 @@ class _Rope:
     beta_slow: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class _KeyTypes:
     torch_dtype: str | None = None
 
 
+_T = TypeVar("_T")
 Setting = str | bool | int | float | None | list[int | None] | list[str]
 
 
@@ -112,21 +121,8 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         refusals += rope_refusals + latent_refusals
         architecture_settings |= rope | latent
     else:
-        rope, rope_refusals = _rope_settings(config, architecture)
-        windows, window_refusals = _window_settings(architecture, config)
-        refusals += rope_refusals + window_refusals
-        if architecture.qk_norm is not None:
-            architecture_settings |= {
-                "attention.qk_norm_span": architecture.qk_norm.value,
-                "attention.qk_norm_epsilon": float(config.get(*architecture.epsilon_entry)),
-            }
-        all_biases = bool(architecture.biases_key and config.get(architecture.biases_key))
-        architecture_settings |= {
-            **rope,
-            "attention.windows": windows,
-            "attention.qk_norm": architecture.qk_norm is not None,
-            "attention.bias": (Bias.all if all_biases else architecture.bias).value,
-        }
+        architecture_settings, attention_refusals = _attention_settings(architecture, config)
+        refusals += attention_refusals
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
     if architecture.has_experts:
@@ -145,6 +141,29 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tie_word_embeddings)),
         **architecture_settings,
     }
+
+
+def _attention_settings(architecture: Architecture, config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
+    """Return the settings of attention except sizes, and a message for each unsupported value."""
+    rope, rope_refusals = _rope_settings(config, architecture)
+    windows, window_refusals = _window_settings(architecture, config)
+    all_biases = bool(architecture.biases_key and config.get(architecture.biases_key))
+    settings: dict[str, Setting] = {
+        **rope,
+        "attention.windows": windows,
+        "attention.qk_norm": architecture.qk_norm is not None,
+        "attention.bias": (Bias.all if all_biases else architecture.bias).value,
+    }
+    if architecture.qk_norm is not None:
+        settings |= {
+            "attention.qk_norm_span": architecture.qk_norm.value,
+            "attention.qk_norm_epsilon": float(config.get(*architecture.epsilon_entry)),
+        }
+    if architecture.has_sinks:
+        settings["attention.sinks"] = True
+    if architecture.windows is Windows.alternating:
+        settings["block_pattern"] = ["attention"] * len(windows)  # one scan over all repetitions of the windows
+    return settings, rope_refusals + window_refusals
 
 
 def to_config_json(model: Stack) -> dict[str, object]:
@@ -174,7 +193,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
     if isinstance(model, deepseek.Config):
         return config | deepseek_entries(model) | _expert_entries(architecture, model)
     attention = model.attention
-    scaling = _rope_scaling(attention.rope_stretch)
+    scaling = yarn_entries(attention.yarn) or _rope_scaling(attention.rope_stretch)
     config |= {
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
@@ -198,8 +217,11 @@ def _activation_name(architecture: Architecture, config: Mapping[str, Any]) -> s
 def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
     """Return a message for each unsupported value of a config.json, except those of RoPE and windows."""
     refusals = []
-    if config.get("quantization_config"):
-        refusals.append("quantization_config: only float32, bfloat16 and float16 weights are supported")
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and (method is None or method != architecture.quantization):
+        supported = f"float32, bfloat16, float16{f', {name}' if (name := architecture.quantization) else ''}"
+        refusals.append(f"quantization_config: only {supported} weights are supported")
     activation = _activation_name(architecture, config)
     if activation not in architecture.activations:
         refusals.append(
@@ -230,6 +252,8 @@ def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config) -> Archit
     if isinstance(model, gpt2.Config):
         return GPT2
     if isinstance(model, moe.Config):
+        if model.attention.sinks:
+            return GPT_OSS
         if not model.attention.qk_norm:
             return MIXTRAL
         return OLMOE if model.attention.qk_norm_span is NormSpan.all_heads else QWEN3_MOE
@@ -269,7 +293,7 @@ def _without_rope_base(rope: Mapping[str, Any]) -> Mapping[str, object]:
 def _rope_settings(config: Mapping[str, Any], architecture: Architecture) -> tuple[dict[str, Setting], list[str]]:
     """Return the RoPE base and scaling settings, and a message for each unsupported value."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(key) or {}
+    rope = config.get(key) or architecture.default_rope
     rope_type = _rope_type(rope)
     settings: dict[str, Setting] = {
         "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", architecture.rope_theta)))
@@ -279,7 +303,7 @@ def _rope_settings(config: Mapping[str, Any], architecture: Architecture) -> tup
         refusals.append("rope_scaling and rope_parameters differ. Remove the wrong one")
     if (outer := config.get("rope_theta")) and (inner := rope.get("rope_theta", outer)) != outer:
         refusals.append(f"rope_theta={outer} and {key}.rope_theta={inner} differ. Remove the wrong one")
-    is_llama3 = rope_type == "llama3" and not architecture.has_latents
+    is_llama3 = rope_type == architecture.rope_type == "llama3"
     if is_llama3 and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
         refusals.append(f"{key} lacks {', '.join(missing_keys)}, required by rope_type=llama3")
     elif is_llama3:
@@ -287,12 +311,14 @@ def _rope_settings(config: Mapping[str, Any], architecture: Architecture) -> tup
             f"attention.rope_stretch.{field_name}": rope[rope_key]
             for rope_key, field_name in _ROPE_STRETCH_KEYS.items()
         }
-    elif rope_type == "yarn" and architecture.has_latents:
+    elif rope_type == architecture.rope_type == "yarn":
         yarn, yarn_refusals = yarn_settings(rope, key)
         settings |= {f"attention.yarn.{name}": value for name, value in yarn.items()}
         refusals += yarn_refusals
+        if yarn["mscale_all_dim"] and not architecture.has_latents:  # transformers scales logits only for latents
+            refusals.append(f"{key}.mscale_all_dim={yarn['mscale_all_dim']:g} is not supported")
     elif rope_type != "default":
-        supported = "yarn" if architecture.has_latents else "llama3"
+        supported = architecture.rope_type
         refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and {supported} are")
     rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_factor != 1.0:
@@ -309,7 +335,9 @@ def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> t
     if architecture.windows is Windows.all:
         return [window], []
     layer_types = config.get("layer_types")
-    if layer_types is None:
+    if layer_types is None and architecture.windows is Windows.alternating:
+        layer_types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    elif layer_types is None:
         full_layers = config.get("max_window_layers", 0)
         layer_types = ["full_attention" if i < full_layers else "sliding_attention" for i in range(layers)]
     window_by_type = {"full_attention": None, "sliding_attention": window}
@@ -318,6 +346,8 @@ def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> t
             f"layer_types has {', '.join(unknown_types)}, but only {' and '.join(window_by_type)} are supported"
         ]
     windows = [window_by_type[layer_type] for layer_type in layer_types]
+    if architecture.windows is Windows.alternating:
+        return _shortest_pattern(windows), []
     return (windows[:1] if len({*windows}) == 1 else windows), []
 
 
@@ -331,7 +361,8 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config 
         return {}
     windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
     lengths = {window for window in windows if window is not None}
-    if not lengths:
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if not lengths and architecture.windows is not Windows.alternating:
         return {"sliding_window": None} | ({"use_sliding_window": False} if architecture.has_window_switch else {})
     needs_equal = architecture.windows is Windows.all
     if len(lengths) > 1 or (needs_equal and None in windows):
@@ -343,7 +374,8 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config 
         return {"sliding_window": lengths.pop()} | (
             {"use_sliding_window": True} if architecture.has_window_switch else {}
         )
-    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if architecture.windows is Windows.alternating:
+        return {"sliding_window": next(iter(lengths), None), "layer_types": layer_types}
     sliding_entries = {"use_sliding_window": True, "layer_types": layer_types, "max_window_layers": windows.count(None)}
     return {"sliding_window": lengths.pop(), **sliding_entries}
 
@@ -358,14 +390,15 @@ def _expert_settings(architecture: Architecture, config: Mapping[str, Any]) -> d
         dense_layers = [i for i in range(config["num_hidden_layers"]) if i in listed_layers or (i + 1) % step]
     kinds = [DENSE if i in dense_layers else "moe" for i in range(config["num_hidden_layers"])]
     normalize_key = architecture.normalize_key
-    return {
+    biases: dict[str, Setting] = {"moe.biases": True} if architecture.has_expert_biases else {}
+    return biases | {
         "moe.kind": architecture.activations[_activation_name(architecture, config)].value,
         "moe.normalize": normalize_key is None or bool(config.get(normalize_key)),
         "feed_forward_pattern": _shortest_pattern(kinds),
     }
 
 
-def _shortest_pattern(kinds: Sequence[str]) -> list[str]:
+def _shortest_pattern(kinds: Sequence[_T]) -> list[_T]:
     """Return the shortest list that gives `kinds` if repeated."""
     lengths = range(1, len(kinds) + 1)
     return next(list(kinds[:n]) for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
@@ -401,6 +434,8 @@ def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architec
             refusals.append(f"model.feed_forward={model.feed_forward.value} with moe.kind={model.moe.kind.value}")
         if architecture.normalize_key is None and not model.moe.normalize:
             refusals.append("model.moe.normalize=false")
+        if architecture.has_expert_biases and not model.moe.biases:
+            refusals.append("model.moe.biases=false")
     if isinstance(model, deepseek.Config):
         return refusals + unsupported_settings(model, architecture.has_selection_bias)
     attention = model.attention
@@ -413,6 +448,9 @@ def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architec
         return refusals
     if attention.rope_theta is None:
         refusals.append("model.attention.rope_theta=null")
+    if attention.yarn.factor != 1 and (attention.yarn.mscale, attention.yarn.mscale_all_dim) != (1, 0):
+        mscale_all_dim = f"yarn.mscale_all_dim={attention.yarn.mscale_all_dim:g}"
+        refusals.append(f"model.attention.yarn.mscale={attention.yarn.mscale:g} with {mscale_all_dim}")
     if attention.bias not in (architecture.bias, Bias.all if architecture.biases_key else architecture.bias):
         refusals.append(f"model.attention.bias={attention.bias.value}")
     if attention.qk_norm and attention.qk_norm_span is not architecture.qk_norm:

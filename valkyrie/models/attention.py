@@ -20,6 +20,7 @@ from valkyrie.ops.choices import (
     Bias,
     NormSpan,
     RopeStretch,
+    Yarn,
 )
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
@@ -36,13 +37,16 @@ class Attention(Block):
             allows. They have separate projections.
         rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
         bias: Projections that have a bias.
-        rope_stretch: Slows down rotary frequencies for long contexts.
+        rope_stretch: Slows down rotary frequencies for long contexts (Llama 3.1).
+        yarn: Slows down rotary frequencies for long contexts (gpt-oss). Only one of the two may be set.
         qk_norm: Normalise queries and keys before rotation, with a learned scale.
         qk_norm_span: Channels that the norms average over: of each head (Qwen 3, Gemma 3) or of all heads (OLMo 2,
             OLMoE).
         qk_norm_epsilon: Epsilon of the query and key norms.
         impl: Implementation of attention.
         soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 50); null: no bound.
+        sinks: Add a learned logit per query head to its softmax sums, so that a head can ignore all keys (gpt-oss). On
+            GPUs, attention is then computed by chunks of queries, which is slower than a kernel.
     """
 
     heads: int = 4
@@ -54,11 +58,13 @@ class Attention(Block):
     global_tokens: int = 0
     rope_theta: float | None = 10000.0
     rope_stretch: RopeStretch = field(default_factory=RopeStretch)
+    yarn: Yarn = field(default_factory=Yarn)
     bias: Bias = Bias.none
     qk_norm: bool = False
     qk_norm_span: NormSpan = NormSpan.head
     qk_norm_epsilon: float = 1e-6
     soft_cap: float | None = None
+    sinks: bool = False
     impl: AttentionImpl = AttentionImpl.auto
 
     axes = {
@@ -115,13 +121,22 @@ class Attention(Block):
                 f"and low={stretch.low:g} above 0 and below high={stretch.high:g}."
             )
             problems.append(Problem(ProblemCode.conflict, f"{key}.rope_stretch", text=text))
+        problems += yarn_problems(f"{key}.yarn", self.yarn)
+        if self.yarn.factor != 1 and stretch.factor != 1:
+            text = (
+                f"{key}.yarn.factor={self.yarn.factor:g} and {key}.rope_stretch.factor={stretch.factor:g} both slow "
+                f"down rotary frequencies. Use {key}.yarn.factor=1 or {key}.rope_stretch.factor=1."
+            )
+            problems.append(Problem(ProblemCode.conflict, f"{key}.yarn.factor", self.yarn.factor, text))
+        if self.yarn.factor != 1:
+            problems += check_range(f"{key}.rope_theta", self.rope_theta, above=1)
         return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for no cap")
 
     def sizes(self, context: BlockContext) -> dict[str, Size]:
         return {name: Size(getattr(self, name), f"{context.key}.{name}") for name in self.axes}
 
     def weights(self, context: BlockContext) -> dict[str, Weight]:
-        """Return the query, key, value and output projections, with biases and QK-norm scales if enabled.
+        """Return the query, key, value and output projections, with biases, sinks and QK-norm scales if enabled.
 
         With `global_tokens`, adds a second set of query, key and value weights.
         """
@@ -129,6 +144,8 @@ class Attention(Block):
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         if self.bias is Bias.all:
             weights["out_bias"] = weight("embed", group="vector")
+        if self.sinks:
+            weights["sinks"] = weight("heads", group="vector")
         for prefix in ("local", "globals")[: 1 + bool(self.global_tokens)]:
             weights |= {f"{prefix}.query": query_projection}
             weights |= {f"{prefix}.{name}": key_projection for name in ("key", "value")}
@@ -221,3 +238,16 @@ class Attention(Block):
         window = min(self.window(context) or seq, -(-seq // dilation))
         one_side = window - dilation * window * (window - 1) / (2 * seq)
         return float(min(seq, (one_side if self.causal else 2 * one_side - 1) + self.global_tokens))
+
+
+def yarn_problems(key: str, yarn: Yarn) -> list[Problem]:
+    """Return the problems of the settings of YaRN. `key` is that of `yarn`."""
+    problems = check_range(f"{key}.factor", yarn.factor, least=1, otherwise="1 for unchanged frequencies")
+    problems += check_range(f"{key}.context", yarn.context, least=1)
+    problems += check_range(f"{key}.low", yarn.low, above=0)
+    problems += check_range(f"{key}.mscale", yarn.mscale, least=0)
+    problems += check_range(f"{key}.mscale_all_dim", yarn.mscale_all_dim, least=0)
+    if yarn.high <= yarn.low:
+        text = f"{key}.high={yarn.high:g} must be above {key}.low={yarn.low:g}."
+        problems.append(Problem(ProblemCode.conflict, f"{key}.high", yarn.high, text))
+    return problems

@@ -23,8 +23,8 @@ from valkyrie.ops.attention import (
     init_cache,
     sharded_attention,
 )
-from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias
-from valkyrie.ops.linear import Numerics
+from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias, Yarn
+from valkyrie.ops.linear import Numerics, gather_in_float32
 from valkyrie.ops.rotary import rotate
 
 
@@ -33,7 +33,8 @@ class Projections(nnx.Module):
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         init_keys, self.numerics = jax.random.split(key, 3), numerics
-        self.theta, self.stretch = block.rope_theta, block.rope_stretch
+        self.theta, self.yarn = block.rope_theta, block.yarn
+        self.stretch = block.rope_stretch if block.yarn.factor == 1 else block.yarn
 
         def init_weight(name: str, key: Array) -> nnx.Param:
             shape = specs[name].shape
@@ -60,7 +61,7 @@ class Projections(nnx.Module):
             q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
             q = add_bias(q, self.query_bias, shard) if self.has_bias else q
             q = self.query_norm(q) if self.has_norm else q
-            return self._rotate(q, positions, shard)
+            return scale_logits(self._rotate(q, positions, shard), self.yarn)
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
@@ -77,6 +78,12 @@ class Projections(nnx.Module):
 
     def _rotate(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
         return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
+
+
+def scale_logits(q: Float[Array, "*shape"], yarn: Yarn) -> Float[Array, "*shape"]:
+    """Return the queries times `Yarn.logit_scale`, in their dtype."""
+    scale = yarn.logit_scale
+    return q if scale == 1 else (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
 class ProjectionNorm(nnx.Module):
@@ -111,6 +118,8 @@ class AttentionLayer(nnx.Module):
         self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
         if block.bias is Bias.all:
             self.out_bias = parameter(specs["out_bias"], jnp.zeros((context.embed,)), numerics)
+        if block.sinks:
+            self.sinks = parameter(specs["sinks"], jnp.zeros((block.heads,)), numerics)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
@@ -128,6 +137,8 @@ class AttentionLayer(nnx.Module):
         axes: list[CombinedAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:
             inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
+        if self.config.sinks:
+            inputs, axes = [*inputs, gather_in_float32(self.sinks[...], ("heads",), shard)], [*axes, ("heads",)]
         if self.config.global_tokens:
             count = min(self.config.global_tokens, x.shape[1])
             q_global = self.globals.queries(x[:, :count], positions[:count], shard)
@@ -152,13 +163,15 @@ class AttentionLayer(nnx.Module):
     def _local_attention(self, has_segments: bool, shard: Shard):
         """Return a function that computes attention for one device's sequences, heads and positions.
 
-        It takes q, k and v, then segment ids if `has_segments`, then q, k and v of the global tokens, if there are any.
+        It takes q, k and v, then segment ids if `has_segments`, then sinks, then q, k and v of the global tokens, if
+        there are any.
         """
         c, sequence_axes, (_, query_only_axes) = self.config, shard.activation_mesh_axes("seq"), _key_head_axes(shard)
         group_size = c.heads // c.kv_heads
 
         def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
             segment_ids, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
+            sinks, rest = (rest[0], rest[1:]) if c.sinks else (None, rest)
             select_heads = partial(
                 _select_key_heads, heads=q.shape[2], group_size=group_size, query_only_axes=query_only_axes
             )
@@ -169,6 +182,7 @@ class AttentionLayer(nnx.Module):
                 "dilation": self.dilation,
                 "segment_ids": segment_ids,
                 "soft_cap": c.soft_cap,
+                "sinks": sinks,
                 "global_tokens": global_tokens,
                 "impl": c.impl,
                 "backend": shard.backend,
@@ -208,7 +222,10 @@ class AttentionLayer(nnx.Module):
         if self.config.global_tokens:
             k_global, v_global = (y[:, 0] for y in self.globals.keys_values(sequence, position, UNSHARDED))
             global_step = GlobalStep(self.globals.queries(sequence, position, UNSHARDED)[:, 0], k_global, v_global)
-        mixed, state = attention_step(q, k, v, state, global_step=global_step, soft_cap=self.config.soft_cap)
+        sinks = self.sinks[...].astype(jnp.float32) if self.config.sinks else None
+        mixed, state = attention_step(
+            q, k, v, state, global_step=global_step, soft_cap=self.config.soft_cap, sinks=sinks
+        )
         out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
         return add_bias(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size
+from valkyrie.models.attention import yarn_problems
 from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, tensor, weight
 from valkyrie.ops.choices import (
     ALWAYS_DENSE_LENGTH,
@@ -90,16 +91,7 @@ class LatentAttention(Block):
             )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.rope_dim", self.rope_dim, text))
         problems += check_range(f"{key}.rope_theta", self.rope_theta, above=1)
-        yarn = self.yarn
-        problems += check_range(f"{key}.yarn.factor", yarn.factor, least=1, otherwise="1 for unchanged frequencies")
-        problems += check_range(f"{key}.yarn.context", yarn.context, least=1)
-        problems += check_range(f"{key}.yarn.low", yarn.low, above=0)
-        problems += check_range(f"{key}.yarn.mscale", yarn.mscale, least=0)
-        problems += check_range(f"{key}.yarn.mscale_all_dim", yarn.mscale_all_dim, least=0)
-        if yarn.high <= yarn.low:
-            text = f"{key}.yarn.high={yarn.high:g} must be above {key}.yarn.low={yarn.low:g}."
-            problems.append(Problem(ProblemCode.conflict, f"{key}.yarn.high", yarn.high, text))
-        return problems
+        return problems + yarn_problems(f"{key}.yarn", self.yarn)
 
     def sizes(self, context: BlockContext) -> dict[str, Size]:
         """Return the lengths of the axes. That of `query_latent` is 0 without a latent of queries."""

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, CombinedAxes, Shard
-from valkyrie.models.attention_layer import ProjectionNorm, batch_axes
+from valkyrie.models.attention_layer import ProjectionNorm, batch_axes, scale_logits
 from valkyrie.models.block import BlockContext
 from valkyrie.models.latent_attention import LatentAttention
 from valkyrie.models.layers import Boundaries, normal, parameter, project
@@ -105,9 +105,7 @@ class LatentAttentionLayer(nnx.Module):
             q = project("bse,ehd->bshd", x, weights, shard=shard, numerics=self.numerics)
             fixed, rotated = jnp.split(q, [block.nope_dim], axis=-1)
             rotated = rotate(rotated, positions, block.rope_theta, shard.backend, block.yarn)
-            q = jnp.concatenate([fixed, rotated], axis=-1)
-            scale = block.yarn.logit_scale
-            return q if scale == 1 else (q.astype(jnp.float32) * scale).astype(q.dtype)
+            return scale_logits(jnp.concatenate([fixed, rotated], axis=-1), block.yarn)
 
     def _latents(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard

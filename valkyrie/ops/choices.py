@@ -107,6 +107,7 @@ class Yarn:
         mscale: Slope s of the amplitude of rotated channels, relative to that of `mscale_all_dim`. The amplitude is
             1 + 0.1 s ln(factor).
         mscale_all_dim: Slope s of the factor (1 + 0.1 s ln(factor)) ** 2 of all logits.
+        truncate: Round the numbers of the first and last interpolated pair to whole numbers, outwards (gpt-oss: false).
     """
 
     factor: float = 1.0
@@ -115,6 +116,7 @@ class Yarn:
     context: int = 4096
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+    truncate: bool = True
 
     @property
     def amplitude(self) -> float:

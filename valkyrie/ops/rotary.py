@@ -69,8 +69,10 @@ def _unstretched_share_by_pair(half: int, theta: float, yarn: Yarn) -> Float[Arr
     def pair_number(turns: float) -> float:
         return half * math.log(yarn.context / (turns * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(pair_number(yarn.high)), 0)
-    last = min(math.ceil(pair_number(yarn.low)), 2 * half - 1)
+    first, last = pair_number(yarn.high), pair_number(yarn.low)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     return 1 - jnp.clip((jnp.arange(half) - first) / max(last - first, 0.001), 0, 1)
 
 

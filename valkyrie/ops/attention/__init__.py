@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import LocalOptions, local_attention, pick_chunk_size
-from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
+from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern, Sinks
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
@@ -52,6 +52,7 @@ def attention(
     backend: str | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Compute softmax attention within a sliding window, in q's dtype.
 
@@ -73,15 +74,24 @@ def attention(
         backend: Platform that will run the computation (cpu, gpu, tpu), by default JAX's default backend.
         chunk: Number of queries that the chunked implementation processes at a time, or None to choose it.
         soft_cap: Bound of the logits, or None (see `Pattern`).
+        sinks: Logit of each query head's sink, which joins the softmax sums without a value, in float32; None without.
     """
     pattern = _check_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
     request = AttentionRequest(
-        pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None, v.shape[-1]
+        pattern,
+        q.dtype,
+        q.shape[-1],
+        has_segments=segment_ids is not None,
+        has_global_tokens=global_tokens is not None,
+        value_dim=v.shape[-1],
+        has_sinks=sinks is not None,
     )
     impl = choose_implementation(impl, backend, q.shape[1], request)
     if impl is AttentionImpl.dense:
-        out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
+        out = reference_attention(
+            q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens, sinks=sinks
+        )
         return checkpoint_name(out, ATTENTION_OUTPUT)
     options = LocalOptions(
         kernel=get_platform(backend).attention if impl is AttentionImpl.kernel else None, chunk_size=chunk
@@ -90,7 +100,7 @@ def attention(
     def attend(key_range: KeyRange) -> Array:
         return local_attention(q, k, v, pattern=pattern, options=options, key_range=key_range)
 
-    key_range = KeyRange(query_segments=segment_ids, key_segments=segment_ids)
+    key_range = KeyRange(query_segments=segment_ids, key_segments=segment_ids, sinks=sinks)
     if global_tokens is None:
         return attend(key_range)
     return attend_with_global_tokens(attend, k, v, global_tokens, pattern=pattern, key_range=key_range)
@@ -106,6 +116,7 @@ class AttentionRequest(NamedTuple):
     has_global_tokens: bool
     value_dim: int | None = None
     """Channels of a value, or None if there are `head_dim`."""
+    has_sinks: bool = False
 
 
 def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: AttentionRequest) -> AttentionImpl:
@@ -158,6 +169,8 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:
         return "cuDNN does not support a soft cap of the logits"
+    if request.has_sinks:
+        return "JAX's interface to cuDNN has no attention sinks"
     if request.value_dim not in (None, request.head_dim):
         # TODO: cuDNN 9.10 supports this on Hopper and newer GPUs, with up to 256 channels. Test it there, and allow it.
         return f"values have {request.value_dim} channels, unlike keys ({request.head_dim})"

@@ -19,6 +19,7 @@ from valkyrie.ops.attention.pattern import (
     Keys,
     Pattern,
     Queries,
+    Sinks,
     heads_first,
     heads_last,
     joint_attention,
@@ -68,7 +69,9 @@ def attend_with_global_tokens(
     out = attend(
         key_range._replace(global_keys=GlobalKeys(take(k, local_positions), take(v, local_positions), visible))
     )
-    global_rows = _attend_from_global_tokens(tokens, pattern, query_positions, segments, global_segments, axis_names)
+    global_rows = _attend_from_global_tokens(
+        tokens, pattern, query_positions, segments, global_segments, axis_names, key_range.sinks
+    )
     return _overwrite_rows(out, global_rows, local_positions, valid)
 
 
@@ -102,6 +105,7 @@ def _attend_from_global_tokens(
     key_segments: Int[Array, "batch seq"] | None,
     segments: Int[Array, "batch globals"] | None,
     axis_names: tuple[str, ...] = (),
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch globals heads head_dim"]:
     """Return the attention of the global positions over all keys that they see."""
     mask = same_segment(segments, key_segments)
@@ -109,7 +113,8 @@ def _attend_from_global_tokens(
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
     mask = jnp.broadcast_to(mask, (mask.shape[0], tokens.q.shape[1], tokens.k.shape[1]))
     block = KeyBlock(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
-    return heads_last(joint_attention(heads_first(tokens.q, tokens.k.shape[2]), [block], axis_names, pattern.soft_cap))
+    queries = heads_first(tokens.q, tokens.k.shape[2])
+    return heads_last(joint_attention(queries, [block], axis_names, pattern.soft_cap, sinks))
 
 
 def _overwrite_rows(

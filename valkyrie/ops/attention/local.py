@@ -74,6 +74,7 @@ def local_attention(
         from valkyrie.ops.attention.cudnn import cudnn_attention
 
         assert key_range.keys_before == 0 and key_range.global_keys is None and key_range.key_valid is None
+        assert key_range.sinks is None
         segments = key_range.query_segments
         out = cudnn_attention(q, k, v, pattern=pattern, segments=segments, fallback=by_chunks)
         return checkpoint_name(out, ATTENTION_OUTPUT)
@@ -104,6 +105,7 @@ def _dilated_attention(
             query_segments=None if query_segments is None else group_by_residue(query_segments),
             key_segments=None if key_segments is None else group_by_residue(key_segments),
             global_keys=global_keys,
+            sinks=key_range.sinks,
         ),
     )
     return _ungroup(out, dilation, q.shape[1])
@@ -144,7 +146,8 @@ def chunked_attention(
             blocks.append(
                 KeyBlock(global_keys.k.swapaxes(1, 2), global_keys.v.swapaxes(1, 2), query_chunk.sees_global_keys)
             )
-        return carry, heads_last(joint_attention(heads_first(query_chunk.q, k.shape[2]), blocks, (), pattern.soft_cap))
+        queries = heads_first(query_chunk.q, k.shape[2])
+        return carry, heads_last(joint_attention(queries, blocks, (), pattern.soft_cap, key_range.sinks))
 
     _, out = jax.lax.scan(chunk_step, None, (_query_chunks(q, key_range, chunk_size), scanned_keys))
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]

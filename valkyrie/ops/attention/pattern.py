@@ -10,6 +10,9 @@ Global tokens (Longformer, arXiv 2004.05150, section 3): let G be the set of glo
 outside of G attends to {j: j in its window or j in G} with the local q, k, v. Position i in G attends to all keys with
 the separate projections q_g, k_g, v_g. Causal attention also requires j <= i. Positions with different segment ids
 never see each other. No key is counted twice. The output at a position that sees no key is zero.
+
+Sinks (StreamingLLM, arXiv 2309.17453, and gpt-oss): every query head has a logit that joins each of its softmax sums
+like that of a key with a value of zero.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ Queries = Float[Array, "batch seq heads head_dim"]
 Keys = Float[Array, "batch keys kv_heads head_dim"]
 Values = Float[Array, "batch keys kv_heads value_dim"]
 Outputs = Float[Array, "batch seq heads value_dim"]
+Sinks = Float[Array, " heads"]
 
 
 class GlobalTokens(NamedTuple):
@@ -103,6 +107,7 @@ class KeyRange(NamedTuple):
         query_segments: Segment of each query, or None. Only keys of the same segment are seen.
         key_segments: Segment of each key, or None.
         global_keys: Keys that are seen in addition to the range, or None.
+        sinks: Logit of each query head's sink, in float32, or None without sinks.
     """
 
     keys_before: int | Int[Array, ""] = 0
@@ -110,6 +115,7 @@ class KeyRange(NamedTuple):
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
     global_keys: GlobalKeys | None = None
+    sinks: Sinks | None = None
 
 
 def heads_first(
@@ -131,8 +137,9 @@ def joint_attention(
     blocks: Sequence[KeyBlock],
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch kv_heads group rows value_dim"]:
-    """Return attention with one softmax over all blocks, in q's dtype. Logits and sums are float32.
+    """Return attention with one softmax over all blocks and the sinks, in q's dtype. Logits and sums are float32.
 
     With `axis_names` (inside `jax.shard_map`), each shard passes its blocks for the same rows, and the softmax is over
     the keys of all shards.
@@ -142,7 +149,11 @@ def joint_attention(
         scores = jnp.einsum("bkgqd,bksd->bkgqs", q, block.k, preferred_element_type=jnp.float32)
         scores = apply_soft_cap(scores * q.shape[-1] ** -0.5, soft_cap)
         logits.append(jnp.where(block.mask[:, None, None], scores, -jnp.inf))
-    max_logit = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
+    row_maxima = [x.max(-1, keepdims=True) for x in logits]
+    if sinks is not None:
+        sinks = sinks.reshape(q.shape[1], q.shape[2], 1, 1)
+        row_maxima.append(sinks)
+    max_logit = jax.lax.stop_gradient(_maximum(row_maxima))
     if axis_names:
         max_logit = jax.lax.pmax(max_logit, axis_names)
     max_logit = jnp.where(jnp.isfinite(max_logit), max_logit, 0.0)
@@ -154,6 +165,8 @@ def joint_attention(
     )
     if axis_names:
         total, weighted_sum = jax.lax.psum((total, weighted_sum), axis_names)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - max_logit)
     return (weighted_sum / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import LocalOptions, chunked_attention, local_attention
-from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern, Values
+from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern, Sinks, Values
 from valkyrie.ops.choices import AttentionImpl
 
 
@@ -44,6 +44,7 @@ def sharded_attention(
     backend: str | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
+    sinks: Sinks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Return this shard's part of `attention` over an evenly sharded sequence. Call it inside `jax.shard_map`.
@@ -79,7 +80,7 @@ def sharded_attention(
         keys, values, key_range = _extend_keys(k, v, pattern, key_range, axis_names, shard_count)
         return local_attention(q, keys, values, pattern=pattern, options=options, key_range=key_range)
 
-    key_range = KeyRange(start, query_segments=segment_ids)
+    key_range = KeyRange(start, query_segments=segment_ids, sinks=sinks)
     if global_tokens is None:
         return attend(key_range)
     return attend_with_global_tokens(

@@ -28,7 +28,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
-from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Outputs, Pattern, Queries, Values, apply_soft_cap
+from valkyrie.ops.attention.pattern import (
+    GlobalKeys,
+    KeyRange,
+    Keys,
+    Outputs,
+    Pattern,
+    Queries,
+    Sinks,
+    Values,
+    apply_soft_cap,
+)
 from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH, WIDE_BLOCK
 
 LANES = 128
@@ -66,7 +76,7 @@ def splash_window(
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    keys_before, global_keys = key_range.keys_before, key_range.global_keys
+    keys_before = key_range.keys_before
     assert pattern.dilation == 1 and isinstance(keys_before, int)
     batch, seq, heads, head_dim = q.shape
     padded_rows = _padded_length(seq)
@@ -75,7 +85,7 @@ def splash_window(
     kernel = _splash_kernel(heads, head_dim, padded_rows, padded_keys, pattern, keys_before, interpret)
     segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], padded_rows, padded_keys)
     masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, (kernel.dkv_mask_info,))
-    return _run_kernels(masks, kernel.kwargs, q, k, v, segments, global_keys, padded_rows, padded_keys)
+    return _run_kernels(masks, kernel.kwargs, q, k, v, segments, key_range, padded_rows, padded_keys)
 
 
 class QueryChunks(NamedTuple):
@@ -134,7 +144,7 @@ def splash_causal_shard(
     )
     options = _kernel_options(blocks, _causal_mask, soft_cap, interpret)
     segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], padded_rows, padded_keys)
-    return _run_kernels(masks, options, q, k, v, segments, key_range.global_keys, padded_rows, padded_keys)
+    return _run_kernels(masks, options, q, k, v, segments, key_range, padded_rows, padded_keys)
 
 
 def needs_no_padding(length: int) -> bool:
@@ -205,16 +215,16 @@ def _run_kernels(
     k: Keys,
     v: Values,
     segments: splash.SegmentIds | None,
-    global_keys: GlobalKeys | None,
+    key_range: KeyRange,
     padded_rows: int,
     padded_keys: int,
 ) -> Outputs:
     """Pad queries and keys, run the kernels, and merge their output with attention over the global keys."""
-    seq = q.shape[1]
+    seq, global_keys, sinks = q.shape[1], key_range.global_keys, key_range.sinks
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad_length(scaled, padded_rows).swapaxes(1, 2)
     keys, values = (_pad_length(x, padded_keys).swapaxes(1, 2) for x in (k, v))
-    if global_keys is None and len(masks.dkv) == 1:
+    if global_keys is None and sinks is None and len(masks.dkv) == 1:
         kernel = splash.SplashAttentionKernel(masks.forward, masks.dq, masks.dkv[0], **options)
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
@@ -225,7 +235,7 @@ def _run_kernels(
             global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, padded_rows - seq)), constant_values=-jnp.inf)
             global_part = _GlobalPart(global_output, global_log_sum)
         run_merged = functools.partial(_merged_attention, tuple(sorted(options.items())), masks)
-        out = jax.vmap(run_merged)(queries, keys, values, segments, global_part)
+        out = jax.vmap(run_merged, in_axes=(0, 0, 0, 0, 0, None))(queries, keys, values, segments, global_part, sinks)
     return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
 
 
@@ -365,29 +375,30 @@ def _merged_attention(
     v: Float[Array, "kv_heads keys value_dim"],
     segments: Any,
     global_part: _GlobalPart | None,
+    sinks: Sinks | None,
 ) -> Float[Array, "heads rows value_dim"]:
-    """Run the kernels and merge their output with the given attention over the global keys, if any."""
-    return _merged_attention_forward(options, masks, q, k, v, segments, global_part)[0]
+    """Run the kernels, with sinks if any, and merge their output with the given attention over the global keys."""
+    return _merged_attention_forward(options, masks, q, k, v, segments, global_part, sinks)[0]
 
 
-def _merged_attention_forward(options, masks, q, k, v, segments, global_part):
+def _merged_attention_forward(options, masks, q, k, v, segments, global_part, sinks):
     with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
-    out, (log_sum,) = with_sums(q, k, v, segments)
+    out, (log_sum,) = with_sums(q, k, v, segments, sinks)
     global_share = None
     if global_part is not None:
         log_sum = jnp.logaddexp(log_sum, global_part.log_sum)
         global_share = jnp.exp(global_part.log_sum - log_sum)[..., None]
         out = (out.astype(jnp.float32) * (1 - global_share) + global_part.output * global_share).astype(q.dtype)
     out, log_sum = checkpoint_name(out, ATTENTION_OUTPUT), checkpoint_name(log_sum, ATTENTION_OUTPUT)
-    return out, (masks, q, k, v, segments, global_part, global_share, out, log_sum)
+    return out, (masks, q, k, v, segments, global_part, global_share, sinks, out, log_sum)
 
 
 def _merged_attention_backward(options, forward_residuals, cotangent):
     """Run the kernels' backward pass with the output and log-sum-exp of the merged softmax.
 
-    Each kernel then returns the gradients of its part of that softmax.
+    Each kernel then returns the gradients of its part of that softmax. A sink is a further key with a value of zero.
     """
-    masks, q, k, v, segments, global_part, global_share, out, log_sum = forward_residuals
+    masks, q, k, v, segments, global_part, global_share, sinks, out, log_sum = forward_residuals
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
     part_keys, d_keys = k.shape[1] // len(masks.dkv), []
     dq: Any = 0.0
@@ -400,12 +411,14 @@ def _merged_attention_backward(options, forward_residuals, cotangent):
         dq, cotangent = jax.lax.optimization_barrier((dq + part_dq.astype(jnp.float32), cotangent))
         d_keys.append(d_part)
     dk, dv = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
-    d_global = None
+    d_global, d_sinks = None, None
+    cotangent_f32, out_f32 = cotangent.astype(jnp.float32), out.astype(jnp.float32)
     if global_part is not None:
-        cotangent_f32 = cotangent.astype(jnp.float32)
-        d_log_sum = global_share[..., 0] * (cotangent_f32 * (global_part.output - out.astype(jnp.float32))).sum(-1)
+        d_log_sum = global_share[..., 0] * (cotangent_f32 * (global_part.output - out_f32)).sum(-1)
         d_global = _GlobalPart(global_share * cotangent_f32, d_log_sum)
-    return None, dq.astype(q.dtype), dk, dv, None, d_global
+    if sinks is not None:
+        d_sinks = -(jnp.exp(sinks[:, None] - log_sum) * (cotangent_f32 * out_f32).sum(-1)).sum(-1)
+    return None, dq.astype(q.dtype), dk, dv, None, d_global, d_sinks
 
 
 _merged_attention.defvjp(_merged_attention_forward, _merged_attention_backward)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, joint_attention
+from valkyrie.ops.attention.pattern import KeyBlock, Sinks, heads_first, heads_last, joint_attention
 from valkyrie.units import count_text
 
 
@@ -76,6 +76,7 @@ def attention_step(
     *,
     global_step: GlobalStep | None = None,
     soft_cap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
     """Return the output of causal `attention` for the next token, and the cache with that token added.
 
@@ -96,7 +97,7 @@ def attention_step(
     grouped_query = heads_first(q[:, None], k.shape[1])
     global_cache = cache.global_cache
     if global_cache is None:
-        out = heads_last(joint_attention(grouped_query, [ring], (), soft_cap))[:, 0]
+        out = heads_last(joint_attention(grouped_query, [ring], (), soft_cap, sinks))[:, 0]
         return out, KVCache(keys, values, position + 1, None)
     if global_step is None:
         raise ValueError(
@@ -108,10 +109,11 @@ def attention_step(
     in_ring = (ages % dilation == 0) & (ages // dilation < slots)
     first_k, first_v = (x.swapaxes(1, 2) for x in (global_cache.k, global_cache.v))
     outside_ring = KeyBlock(first_k, first_v, ((ages >= 0) & ~in_ring)[None, None, :])
-    local_row = joint_attention(grouped_query, [ring, outside_ring], (), soft_cap)
+    local_row = joint_attention(grouped_query, [ring, outside_ring], (), soft_cap, sinks)
     global_k, global_v = (x.swapaxes(1, 2) for x in (global_cache.global_k, global_cache.global_v))
     all_global = KeyBlock(global_k, global_v, (ages >= 0)[None, None, :])
-    global_row = joint_attention(heads_first(global_step.q[:, None], k.shape[1]), [all_global], (), soft_cap)
+    global_query = heads_first(global_step.q[:, None], k.shape[1])
+    global_row = joint_attention(global_query, [all_global], (), soft_cap, sinks)
     out = jnp.where(position < global_cache.k.shape[1], global_row, local_row)
     return heads_last(out)[:, 0], KVCache(keys, values, position + 1, global_cache)
 
