@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from scipy.stats import spearmanr
 
 import valkyrie
 from machines import needs_libtpu
@@ -103,3 +104,17 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: 
     report = names["report"]
     assert report.fits and report.tokens_per_second and (tmp_path / "timeline.json").is_file()
     assert "predicted step" in (tmp_path / "report.html").read_text()
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(600)
+def test_estimates_rank_the_layouts_of_a_program(monkeypatch: pytest.MonkeyPatch):
+    build, rules = import_example("ranking", monkeypatch).PROGRAMS["mlp"]
+    found = valkyrie.search(build, slice=valkyrie.slice("v5e-8"), meshes=[(8, 1), (2, 4)], rules=rules, quiet=True)
+    estimates = found.estimates
+    assert len(estimates) == len(found.results) == 6 and not any(estimate.reason for estimate in estimates.values())
+    names = list(estimates)
+    correlation: Any = spearmanr([estimates[n].step_s for n in names], [found.step_s(n) for n in names])
+    assert correlation.statistic > 0.8
+    assert "the same program: dp on mesh data=8 model=1, tp on mesh data=8 model=1" in found.notes + found.record.notes

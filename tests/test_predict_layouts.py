@@ -19,6 +19,7 @@ from valkyrie.records import read_record
 from valkyrie.search import programs
 from valkyrie.search.comparison import PAGE_FILE, SEARCH_FILE, ComparisonRecord
 from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.partitioner import ProgramEstimate
 from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program
 from valkyrie.search.compile.prediction import (
     CompileStatus,
@@ -29,6 +30,7 @@ from valkyrie.search.compile.prediction import (
     PredictedStep,
     Prediction,
 )
+from valkyrie.search.program_order import ProgramLayout
 from valkyrie.search.programs import divide_devices
 from wandb_files import wandb_logs
 
@@ -313,6 +315,58 @@ def test_a_search_compiles_the_most_different_layouts_first(monkeypatch: pytest.
         "mine (dp on mesh data=8 model=1)",
     ]
     assert len(set(compiled)) == 6
+
+
+def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiled: list[str] = []
+
+    def record_predict(*arguments: Any, work: ProgramWork, **settings: Any) -> PredictedProgram:
+        predicted = fake_predict(*arguments, work=work, **settings)
+        if len(compiled) == 2:
+            return replace(predicted, prediction=replace(predicted.prediction, status=CompileStatus.timeout))
+        compiled.append(str(work.name))
+        return predicted
+
+    def estimate_layouts(layouts: list[ProgramLayout], *more: Any) -> dict[str, ProgramEstimate]:
+        steps_s = {"a": 0.8, "b": 0.5, "c": 0.3, "same": 0.3, "large": 0.1}
+        return {
+            layout.name: ProgramEstimate(
+                dict(layout.axes),
+                steps_s[str(layout.rule)],
+                is_too_large=layout.rule == "large",
+                program={"same": "c"}.get(str(layout.rule), str(layout.rule)),
+            )
+            for layout in layouts
+        }
+
+    monkeypatch.setattr(programs, "predict_function", record_predict)
+    monkeypatch.setattr(programs, "estimate_layouts", estimate_layouts)
+    rules = {"a": 0.4, "b": 0.2, "large": 0.3, "c": 0.1, "same": 0.1}
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search
+    search_result = search(
+        lambda mesh, rule: (step, (rule,)), slice=SLICE, axes=("data",), rules=rules, budget=60, folder=tmp_path
+    )
+    names = {rule: f"{rule} on mesh data=8" for rule in rules}
+    assert compiled == [f"step ({names[rule]})" for rule in "cb"], "the same program is not compiled twice"
+    assert search_result.best == names["c"] and search_result.untried == (names["a"], names["large"])
+    rows = {row.name: row for row in search_result.record.rows}
+    assert [*rows] == [names[rule] for rule in ("c", "same", "b", "a", "large")]
+    assert rows[names["a"]].status is None and rows[names["a"]].axes == {"data": 8}
+    assert rows[names["same"]].step_s == 0.1 and f"({names['same']})" in str(search_result[names["same"]])
+    corrected_s = search_result.step_s(names["a"]) or 0.0
+    assert 0.8 * 0.3 < corrected_s < 0.8 * 0.45, "compiled steps take about 0.4 times their estimate"
+    assert "estimated" in str(search_result) and "probably slower" in str(search_result)
+    assert f"the same program: {names['c']}, {names['same']}" in str(search_result)
+    record = read_record(ComparisonRecord, tmp_path / SEARCH_FILE)
+    assert record.rows == search_result.record.rows and names["a"] in (tmp_path / PAGE_FILE).read_text()
+
+
+def test_a_search_without_estimates_names_the_reason(monkeypatch: pytest.MonkeyPatch):
+    failed = ProgramEstimate(reason="XLA's partitioner took too long")
+    monkeypatch.setattr(programs, "estimate_layouts", lambda layouts, *_: {x.name: failed for x in layouts})
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, quiet=True)
+    assert len(search_result.results) == 4 and "took too long" in search_result.notes[0]
 
 
 def test_a_mesh_that_does_not_divide_an_argument_fails_and_the_search_continues(monkeypatch: pytest.MonkeyPatch):

@@ -88,8 +88,8 @@ def search(
 
     **A function** `build(mesh, rule)` returns `(jitted, arguments)` or `(jitted, arguments, keywords)`, as for
     `predict`; without `rules`, it is `build(mesh)`. Each mesh with each rule is a layout, named by both:
-    `fsdp on mesh data=2 model=4`. All are compiled, or as many as the budget allows: first those that differ most, and
-    among these the one whose arguments take the fewest bytes per device. Returns a `Comparison` that ranks them by step
+    `fsdp on mesh data=2 model=4`. All are estimated, and compiled in the order of their estimates, or as many as the
+    budget allows. The others are rows with an estimated time. Returns a `Comparison` that ranks them by step
     time. If `build` raises an error, that layout has the status `failed` and the search continues. Compiled programs
     come from the cache, so the same call resumes a search that ended or was interrupted. Raises ValueError or TypeError
     for illegal arguments.
@@ -179,13 +179,15 @@ def _search_program(
         for layout, predicted in search.predictions(status.update):
             results = {**comparison.results, layout: as_result(predicted)}
             untried = tuple(name for name in names if name not in results)
-            comparison = dataclasses.replace(comparison, results=results, untried=untried)
+            comparison = dataclasses.replace(
+                comparison, results=results, untried=untried, estimates=search.estimates, notes=search.notes
+            )
             if folder is not None:
                 comparison.write(folder)
             if console.is_terminal:
                 console.print(f"{layout}: {comparison.describe(layout)}")
     if search.note:
-        comparison = dataclasses.replace(comparison, notes=(search.note,))
+        comparison = dataclasses.replace(comparison, notes=search.notes, estimates=search.estimates)
         console.print(f"warning: {search.note}", soft_wrap=True)
         if folder is not None and (comparison.results or not (folder / SEARCH_FILE).exists()):
             comparison.write(folder)

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from valkyrie.units import count_text, duration_text, memory_text
 
 if TYPE_CHECKING:
     from valkyrie.results import Result
+    from valkyrie.search.compile.partitioner import ProgramEstimate
+    from valkyrie.search.correcting import CorrectedTime
 
 SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
 """Names of the record and the HTML page that `Comparison.save` writes."""
@@ -39,9 +42,10 @@ class ComparedProgram:
     Args:
         name: Name of the layout.
         axes: Sizes of the mesh axes by name.
-        status: Status of the prediction.
+        status: Status of the prediction, or None if the layout is only estimated.
         reason: Why the status is not `ok`, or None.
-        step_s: Step time in seconds: measured, or else predicted and multiplied by the comparison's ratio.
+        step_s: Step time in seconds: measured, or else predicted and multiplied by the comparison's ratio. Predicted
+            times are those of compiled programs, or else estimates corrected by compiled programs.
         predicted_s: Predicted step time in seconds.
         measured_s: Measured step time in seconds.
         tokens_per_second: Tokens (or other units) per second on all devices at `step_s`.
@@ -53,7 +57,7 @@ class ComparedProgram:
 
     name: str
     axes: dict[str, int]
-    status: CompileStatus
+    status: CompileStatus | None
     reason: str | None = None
     step_s: float | None = None
     predicted_s: float | None = None
@@ -72,8 +76,17 @@ class ComparedProgram:
         return "unknown" if self.interval is None else FORMATS["range"](self.interval)
 
     @property
+    def source_text(self) -> str:
+        """Source of the step time: `measured`, `predicted` from the compiled program or `estimated`. Empty if none."""
+        if self.step_s is None:
+            return ""
+        return "measured" if self.measured_s else "estimated" if self.status is None else "predicted"
+
+    @property
     def fits_text(self) -> str:
-        """`yes`, `no`, or the status if it is unknown whether the program fits."""
+        """`yes`, `no`, `unknown` if the program is only estimated, or the status if its compile failed."""
+        if self.status is None:
+            return "unknown"
         return {CompileStatus.ok: "yes", CompileStatus.does_not_fit: "no"}.get(self.status, self.status.value)
 
 
@@ -116,6 +129,7 @@ class Comparison:
         notes: Lines to print below the table, such as why a search ended.
         untried: Names of the layouts that a search has not compiled.
         target: Description of the slice. If empty, that of the results is used.
+        estimates: Estimates by name, of compiled layouts and of others.
     """
 
     results: Mapping[str, Result]
@@ -123,6 +137,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
     target: str = ""
+    estimates: Mapping[str, ProgramEstimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         order = sorted(self.results, key=self._sort_key)
@@ -143,15 +158,30 @@ class Comparison:
         ratios = [seconds / predicted[name] for name, seconds in self.measured_s.items() if name in predicted]
         return statistics.median(ratios) if ratios else None
 
+    @cached_property
+    def estimated_times(self) -> dict[str, CorrectedTime]:
+        """Estimated step times of the layouts that were not compiled, corrected by the compiled ones."""
+        if not self.estimates:
+            return {}
+        from valkyrie.search.program_order import correct_times
+
+        compiled_s = {name: result.step_s for name, result in self.results.items() if result.step_s}
+        times = correct_times(self.estimates, compiled_s, self.target)
+        return {name: time for name, time in times.items() if name not in self.results}
+
     def step_s(self, name: str) -> float | None:
-        """Return the measured step time of a layout, or else its predicted one times `ratio`. None if unknown."""
-        predicted = self.results[name].step_s
+        """Return the measured step time of a layout, or else its predicted one times `ratio`. None if unknown.
+
+        The predicted time of a layout that was not compiled is its corrected estimate.
+        """
+        time = self.estimated_times.get(name)
+        predicted = self.results[name].step_s if time is None else time.step_s
         return self.measured_s.get(name, None if predicted is None else predicted * (self.ratio or 1.0))
 
     def describe(self, name: str) -> str:
         """Return a line with the result of a layout: whether it fits or why it failed, step time and peak memory."""
         row = self._row(name)
-        facts = [f"fits: {row.fits_text}" if row.reason is None else f"{row.status.value}: {row.reason}"]
+        facts = [f"fits: {row.fits_text}" if row.reason is None else f"{row.fits_text}: {row.reason}"]
         facts += [] if row.step_s is None else [duration_text(row.step_s)]
         facts += [] if row.peak is None else [memory_text(row.peak)]
         return ", ".join(facts)
@@ -162,8 +192,8 @@ class Comparison:
         foreign_programs = [_prediction(result).program for result in self.results.values()]
         description = self.target or next((program.described for program in foreign_programs if program), "")
         unit = next((program.unit for program in foreign_programs if program), "tokens")
-        rows = tuple(self._row(name) for name in self.results)
-        notes = (*self._failure_lines(), *self.notes)
+        rows = self._rows()
+        notes = (*self._failure_lines(), *self.notes, *self._estimate_lines())
         return ComparisonRecord(description, self.best, rows, self.ratio, unit, notes, package_versions(), self.untried)
 
     def __str__(self) -> str:
@@ -298,6 +328,28 @@ class Comparison:
             return 0, step_s
         return (1, result.peak_gib or 0.0) if result.fits is False else (2, 0.0)
 
+    def _rows(self) -> tuple[ComparedProgram, ...]:
+        """Return the compiled and estimated layouts by step time, after the best compiled one."""
+        compiled = [self._row(name) for name in self.results]
+        estimated = [
+            ComparedProgram(name, self.estimates[name].axes, None, None, self.step_s(name), time.step_s)
+            for name, time in self.estimated_times.items()
+        ]
+        fitting = [row for row in compiled if row.step_s and row.status is CompileStatus.ok]
+        large = {name for name in self.estimated_times if self.estimates[name].is_too_large}
+        timed = sorted(
+            [*fitting, *estimated], key=lambda row: (row.name in large, row.name != self.best, row.step_s or 0.0)
+        )
+        return (*timed, *(row for row in compiled if row not in fitting))
+
+    def _estimate_lines(self) -> list[str]:
+        if not self.estimates:
+            return []
+        from valkyrie.search.program_order import describe_estimates
+
+        best_s = None if self.best is None else self.results[self.best].step_s
+        return describe_estimates(self.estimates, self.estimated_times, self.best, best_s)
+
     def _row(self, name: str) -> ComparedProgram:
         result, step_s = self.results[name], self.step_s(name)
         prediction = _prediction(result)
@@ -407,15 +459,8 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
         column("waiting", "waiting", "percent", lambda row: row.waiting),
         column("faults", "faults", "count", lambda row: row.faults),
         *(
-            [
-                column(
-                    "by",
-                    "source",
-                    "text",
-                    lambda row: "measured" if row.measured_s else "predicted" if row.step_s else "",
-                )
-            ]
-            if record.ratio is not None
+            [column("by", "source", "text", lambda row: row.source_text)]
+            if record.ratio is not None or any(row.status is None for row in rows)
             else []
         ),
     ]

@@ -10,17 +10,17 @@ import math
 import statistics
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from valkyrie.foreign_errors import first_lines, is_compile_only
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import describe_value, require_type
 from valkyrie.runs.folder import package_versions
 from valkyrie.search import FIRST_RESULT_FACTOR
+from valkyrie.search.compile.partitioner import ProgramEstimate
 from valkyrie.search.compile.predict import (
     PredictedProgram,
     ProgramWork,
@@ -32,6 +32,12 @@ from valkyrie.search.compile.predict import (
 )
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.runner import Progress
+from valkyrie.search.program_order import (
+    CompileOrder,
+    ProgramLayout,
+    describe_missing,
+    estimate_layouts,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
 _CALL_KEYS = ("args", "kwargs", "mesh", "options", "function")
 _BUILD_SHARE = 0.2
 """Share of a search's budget after which it builds no more programs before the first compile."""
+_ESTIMATE_SHARE = 0.2
+"""Share of a search's budget that lowering and estimating its programs may take."""
 _MAX_NAMES = 8
 """Maximum number of untried layouts that the note of a search names."""
 _RETURNS = "(jitted, arguments) or (jitted, arguments, keywords)"
@@ -298,73 +306,6 @@ def layout_name(axes: Mapping[str, int], rule: str | None) -> str:
 
 
 @dataclass
-class _Layout:
-    """A mesh and a rule to build a program for.
-
-    Args:
-        axes: Sizes of the mesh axes by name.
-        rule: Name of the rule, or None.
-        build: Returns the call, or raises the error of the function that builds it.
-        device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if
-            building or counting failed.
-    """
-
-    axes: Mapping[str, int]
-    rule: str | None
-    build: Callable[[], ProgramCall]
-    device_bytes: float = math.inf
-
-    @property
-    def name(self) -> str:
-        return layout_name(self.axes, self.rule)
-
-    @property
-    def mesh(self) -> tuple[tuple[str, int], ...]:
-        return tuple(self.axes.items())
-
-    def build_once(self) -> None:
-        """Call `build`, keep its result or error for the next call, and set `device_bytes`."""
-        try:
-            call = self.build()
-        except (Exception, SystemExit) as error:
-            self.build = functools.partial(_raise, error)
-            return
-        self.build = lambda: call
-        with contextlib.suppress(Exception):  # such as a mesh that does not divide an argument: lowering reports it
-            self.device_bytes = count_device_bytes(call)
-
-
-def _raise(error: BaseException) -> Never:
-    raise error
-
-
-def count_device_bytes(call: ProgramCall) -> int:
-    """Return the bytes of a call's arguments on each device. Arguments without a sharding count as replicated."""
-    import jax
-
-    arrays = [
-        a for a in jax.tree.leaves((call.arguments, call.keywords)) if hasattr(a, "shape") and hasattr(a, "dtype")
-    ]
-    shapes = [(getattr(array, "sharding", None), array.shape, array.dtype.itemsize) for array in arrays]
-    return sum(
-        math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
-        for sharding, shape, itemsize in shapes
-    )
-
-
-def pop_next_layout(untried: list[_Layout], tried: Sequence[_Layout]) -> _Layout:
-    """Remove and return the layout to compile next, among those not yet compiled.
-
-    This is the one with the fewest tried layouts of its mesh and of its rule, and among these the one with the fewest
-    bytes of arguments per device, because layouts that shard more rarely repeat work and more often fit.
-    """
-    meshes, rules = Counter(layout.mesh for layout in tried), Counter(layout.rule for layout in tried)
-    layout = min(untried, key=lambda layout: (meshes[layout.mesh] + rules[layout.rule], layout.device_bytes))
-    untried.remove(layout)
-    return layout
-
-
-@dataclass
 class ProgramSearch:
     """A search over the meshes and sharding rules of a program.
 
@@ -381,6 +322,8 @@ class ProgramSearch:
             step time, cached or new, the limit is `FIRST_RESULT_FACTOR` times as long. The search does not stop
             `build`, the lowering, or a compile in this process (see `predict_function`).
         note: How many layouts were tried and why the search ended, or empty if all were.
+        estimate_note: Why layouts were not estimated, or empty if all were.
+        estimates: Estimates by name of the layout, once the search has made them.
     """
 
     build: Callable[..., Any]
@@ -392,6 +335,13 @@ class ProgramSearch:
     time_limit_s: float | int | None = None
     budget_s: float | None = None
     note: str = ""
+    estimate_note: str = ""
+    estimates: Mapping[str, ProgramEstimate] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """`note` and `estimate_note`, without empty ones."""
+        return tuple(filter(None, (self.note, self.estimate_note)))
 
     @property
     def names(self) -> list[str]:
@@ -401,16 +351,17 @@ class ProgramSearch:
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
         """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends.
 
-        `pop_next_layout` chooses the order. Programs are built before the first compile, for at most `_BUILD_SHARE` of
-        the budget, and the others when they are compiled.
+        `CompileOrder` chooses the order. Programs are built before the first compile, for at most `_BUILD_SHARE` of
+        the budget, and the others when they are compiled. Then they are estimated, for at most `_ESTIMATE_SHARE`.
         """
         search_start, durations_s, has_step = time.monotonic(), list[float](), False
-        untried, tried = self._layouts(), list[_Layout]()
-        for number, layout in enumerate(untried, 1):
-            progress(f"building {number} of {len(untried)}: {layout.name}")
-            layout.build_once()
-            if self.budget_s is not None and time.monotonic() - search_start > _BUILD_SHARE * self.budget_s:
-                break
+        layouts = self.build_layouts(progress)
+        if len(layouts) > 1:
+            limit_s = _ESTIMATE_SHARE * (self.budget_s or math.inf)
+            self.estimates = estimate_layouts(layouts, self.target, limit_s, progress)
+            self.estimate_note = describe_missing(self.estimates)
+        order = CompileOrder(self.target, layouts, self.estimates)
+        tried, untried = order.tried, order.untried
         while untried:
             factor = 1.0 if has_step else FIRST_RESULT_FACTOR
             limit = "the budget" if has_step else f"{factor:g} times the budget"
@@ -420,11 +371,12 @@ class ProgramSearch:
             if remaining_s < statistics.median(durations_s or [0.0]):
                 self._end(f"another compile would likely exceed {limit}", limit, tried, untried, longer)
                 return
-            layout = pop_next_layout(untried, tried)
+            layout = order.pop()
             limit_s = min(remaining_s, self.time_limit_s or math.inf)
             start = time.monotonic()
             prefix = f"{len(tried) + 1} of {len(tried) + 1 + len(untried)}: "
-            predicted = predict_call(
+            equal = order.find_equal(layout)
+            predicted = equal or predict_call(
                 *(layout.name, layout.build, self.target, self.work, layout.axes),
                 None if math.isinf(limit_s) else limit_s,
                 lambda line, prefix=prefix: progress(prefix + line),
@@ -435,14 +387,24 @@ class ProgramSearch:
                 self._end(reason, limit, tried, [layout, *untried], longer)
                 return
             has_step = has_step or status is CompileStatus.ok
-            if not compile_times.cached:
+            if not compile_times.cached and equal is None:
                 durations_s.append(time.monotonic() - start)
-            tried.append(layout)
+            order.add(layout, predicted)
             yield layout.name, predicted
 
-    def _layouts(self) -> list[_Layout]:
+    def build_layouts(self, progress: Progress = lambda line: None) -> list[ProgramLayout]:
+        """Return the layouts, and build their programs until `_BUILD_SHARE` of the budget has passed."""
+        layouts, start = self._layouts(), time.monotonic()
+        for number, layout in enumerate(layouts, 1):
+            progress(f"building {number} of {len(layouts)}: {layout.name}")
+            layout.build_once()
+            if time.monotonic() - start > _BUILD_SHARE * (self.budget_s or math.inf):
+                break
+        return layouts
+
+    def _layouts(self) -> list[ProgramLayout]:
         return [
-            _Layout(axes, rule, functools.partial(self._build, axes, rule))
+            ProgramLayout(layout_name(axes, rule), axes, rule, functools.partial(self._build, axes, rule))
             for axes in self.meshes
             for rule in (self.rules or [None])
         ]
@@ -452,7 +414,9 @@ class ProgramSearch:
         built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
         return replace(parse_builder_result(built, "build"), mesh=mesh, options=self.options)
 
-    def _end(self, reason: str, limit: str, tried: Sequence[_Layout], untried: Sequence[_Layout], longer: str) -> None:
+    def _end(
+        self, reason: str, limit: str, tried: Sequence[ProgramLayout], untried: Sequence[ProgramLayout], longer: str
+    ) -> None:
         """Set `note`. `reason` is why the search ends, and `longer` how to change the call that continues it."""
         names = [layout.name for layout in untried]
         names = names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], f"{len(names) - _MAX_NAMES} more"]

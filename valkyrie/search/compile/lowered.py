@@ -277,7 +277,7 @@ def compile_program(
     is_writable = problem is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    request = ProgramRequest(key, _plain_target(target), tuple(options), program.overrides, program.devices)
+    request = ProgramRequest(key, plain_target(target), tuple(options), program.overrides, program.devices)
     try:
         write_record(scratch / REQUEST_FILE, request)
         write_atomic(scratch / STABLEHLO_FILE, program.stablehlo)
@@ -310,7 +310,7 @@ def compile_program(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _plain_target(target: TargetConfig) -> TargetConfig:
+def plain_target(target: TargetConfig) -> TargetConfig:
     """Return a target, such as a `Slice`, as a plain `TargetConfig`."""
     return TargetConfig(**{field.name: getattr(target, field.name) for field in fields(TargetConfig)})
 

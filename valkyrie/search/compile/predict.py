@@ -110,19 +110,13 @@ def predict_function(
     from valkyrie.search.compile.executable import device_positions
 
     start_time = time.perf_counter()
-    lowered, compiled = _lower(function, arguments, kwargs, options, target)
+    lowered, compiled, mesh = lower_on_mesh(function, arguments, kwargs, target, mesh, options)
     lower_s = time.perf_counter() - start_time
-    program_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
-    _refuse_other_mesh(mesh, program_mesh)
-    mesh = program_mesh or mesh
-    if mesh is None:
-        raise ValueError(
-            "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
-            "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
-        )
-    _refuse_other_devices(mesh, target)
     work, texts = work or ProgramWork(), _option_texts(options or {}, target)
-    name, axes = work.name or _function_name(function), {str(axis): int(size) for axis, size in mesh.shape.items()}
+    name, axes = (
+        work.name or str(getattr(function, "__name__", "") or ""),
+        {str(axis): int(size) for axis, size in mesh.shape.items()},
+    )
     user_options = tuple(Option(key, text, USER) for key, text in texts.items())
     if compiled is not None:
         result = _read_compiled(compiled, mesh, user_options)
@@ -153,6 +147,31 @@ def predict_function(
         replace(predicted_program, prediction=replace(predicted_program.prediction, compile=times, notes=notes)),
         *(unpartitioned, axes, result.module),
     )
+
+
+def lower_on_mesh(
+    function: Any,
+    arguments: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Slice,
+    mesh: jax.sharding.Mesh | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, jax.sharding.Mesh]:
+    """Lower a function. Returns `(lowered, None, mesh)`, or `(None, compiled, mesh)` if it is already compiled.
+
+    Takes the arguments of `predict_function` and raises the same errors.
+    """
+    lowered, compiled = _lower(function, arguments, kwargs, options, target)
+    program_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
+    _refuse_other_mesh(mesh, program_mesh)
+    mesh = program_mesh or mesh
+    if mesh is None:
+        raise ValueError(
+            "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
+            "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
+        )
+    _refuse_other_devices(mesh, target)
+    return lowered, compiled, mesh
 
 
 def _explain(
@@ -340,11 +359,7 @@ def foreign_program(work: ProgramWork, name: str, target: Slice, axes: Mapping[s
 
 
 def _lower(
-    function: Any,
-    arguments: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Mapping[str, Any] | None,
-    target: Slice,
+    function: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None, target: Slice
 ) -> tuple[Any, Any]:
     """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
@@ -409,10 +424,6 @@ def _option_texts(options: Mapping[str, Any], target: Slice) -> dict[str, str]:
             raise TypeError(f"{usage}, not {{{name!r}: {value!r}}}.")
     texts = {name: text for name, value in options.items() if (text := option_text(value)) is not None}
     return get_platform(target.platform).spell_options(texts)
-
-
-def _function_name(function: Any) -> str:
-    return str(getattr(function, "__name__", "") or "")
 
 
 def _find_mesh(tree: Any) -> jax.sharding.Mesh | None:

@@ -1,0 +1,240 @@
+"""Chooses which layouts of a program to compile first: by estimate, or without estimates by how they differ."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Never
+
+from valkyrie.parallel.slice import Slice
+from valkyrie.search.compile.lowered import capture_program
+from valkyrie.search.compile.partitioner import ProgramEstimate, estimate_programs
+from valkyrie.search.compile.predict import PredictedProgram, lower_on_mesh
+from valkyrie.search.compile.prediction import CompileStatus
+from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates
+from valkyrie.search.estimate.times import COMPUTE_PARTS
+
+if TYPE_CHECKING:
+    from valkyrie.search.programs import ProgramCall
+
+RIVAL_CHANCE, RIVAL_RATIO = 0.05, 0.98
+"""An estimated layout is a rival of the best compiled one if it has this chance to take less than this ratio of its
+time."""
+
+
+@dataclass
+class ProgramLayout:
+    """A mesh and a rule to build a program for.
+
+    Args:
+        name: Name of the layout.
+        axes: Sizes of the mesh axes by name.
+        rule: Name of the rule, or None.
+        build: Returns the call, or raises the error of the function that builds it.
+        device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if
+            building or counting failed.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    rule: str | None
+    build: Callable[[], ProgramCall]
+    device_bytes: float = math.inf
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """The axes, as a key."""
+        return tuple(self.axes.items())
+
+    def build_once(self) -> None:
+        """Call `build`, keep its result or error for the next call, and set `device_bytes`."""
+        try:
+            call = self.build()
+        except (Exception, SystemExit) as error:
+            self.build = functools.partial(_raise, error)
+            return
+        self.build = lambda: call
+        with contextlib.suppress(Exception):  # such as a mesh that does not divide an argument: lowering reports it
+            self.device_bytes = count_device_bytes(call)
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
+
+
+def count_device_bytes(call: ProgramCall) -> int:
+    """Return the bytes of a call's arguments on each device. Arguments without a sharding count as replicated."""
+    import jax
+
+    arrays = [
+        a for a in jax.tree.leaves((call.arguments, call.keywords)) if hasattr(a, "shape") and hasattr(a, "dtype")
+    ]
+    shapes = [(getattr(array, "sharding", None), array.shape, array.dtype.itemsize) for array in arrays]
+    return sum(
+        math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
+        for sharding, shape, itemsize in shapes
+    )
+
+
+def estimate_layouts(
+    layouts: Sequence[ProgramLayout], target: Slice, time_limit_s: float, progress: Callable[[str], None]
+) -> dict[str, ProgramEstimate]:
+    """Lower and estimate layouts. Returns their estimates by name, without layouts that raise errors.
+
+    Programs with Python callbacks are not estimated. Lowering stops after half of `time_limit_s`, and the estimates
+    after all of it.
+    """
+    from valkyrie.search.compile.executable import device_positions
+
+    programs, estimates, start_s = {}, {}, time.monotonic()
+    for number, layout in enumerate(layouts, 1):
+        if time.monotonic() - start_s > time_limit_s / 2:
+            estimates[layout.name] = ProgramEstimate(reason="lowering the programs took too long")
+            continue
+        progress(f"lowering {number} of {len(layouts)}: {layout.name}")
+        with contextlib.suppress(Exception, SystemExit):  # the compile of this layout reports the error
+            call = layout.build()
+            assert not isinstance(call.mesh, Mapping)
+            lowered, _, mesh = lower_on_mesh(call.function, call.arguments, call.keywords, target, call.mesh)
+            if lowered is not None and (program := capture_program(lowered, {})) is not None:
+                programs[layout.name] = program, dict(mesh.shape), device_positions(mesh)
+    if not programs:
+        return estimates
+    remaining_s = None if math.isinf(time_limit_s) else start_s + time_limit_s - time.monotonic()
+    return estimates | estimate_programs(
+        programs, target, remaining_s, lambda count: progress(f"estimating: {count} of {len(programs)} layouts")
+    )
+
+
+def describe_missing(estimates: Mapping[str, ProgramEstimate]) -> str:
+    """Return why layouts have no estimate, and how they are compiled, or an empty string if all have one."""
+    reasons = [estimate.reason for estimate in estimates.values() if estimate.reason is not None]
+    if not reasons:
+        return ""
+    which = (
+        "no layout has an estimate" if len(reasons) == len(estimates) else f"{len(reasons)} layouts have no estimate"
+    )
+    return f"{which}, so those that differ most are compiled first: {reasons[0]}"
+
+
+def correct_times(
+    estimates: Mapping[str, ProgramEstimate], compiled_s: Mapping[str, float], chips: str
+) -> dict[str, CorrectedTime]:
+    """Return the estimated step times of layouts by name, corrected by compiled ones.
+
+    Args:
+        estimates: Estimates by name. Those without a time are left out.
+        compiled_s: Predicted seconds per step of compiled layouts.
+        chips: Name of the slice.
+    """
+    steps = {
+        name: EstimatedStep(
+            *(chips, "", name, False, estimate.step_s),
+            dict.fromkeys(COMPUTE_PARTS, 0.0)
+            | {
+                "products": estimate.products_s,
+                "moving": max(estimate.step_s - estimate.products_s - estimate.waiting_s, 0.0),
+            },
+        )
+        for name, estimate in estimates.items()
+        if estimate.step_s > 0
+    }
+    compiled = [(steps[name], seconds) for name, seconds in compiled_s.items() if name in steps]
+    return dict(zip(steps, correct_estimates(list(steps.values()), compiled), strict=True))
+
+
+@dataclass
+class CompileOrder:
+    """Chooses the layout to compile next.
+
+    Args:
+        target: The slice.
+        untried: Layouts that are not compiled.
+        estimates: Estimates by name of the layout.
+        predicted: Predictions of compiled layouts by name.
+    """
+
+    target: Slice
+    untried: list[ProgramLayout]
+    estimates: Mapping[str, ProgramEstimate]
+    tried: list[ProgramLayout] = field(default_factory=list)
+    predicted: dict[str, PredictedProgram] = field(default_factory=dict)
+
+    def pop(self) -> ProgramLayout:
+        """Remove and return the layout to compile next.
+
+        This is the one with the shortest corrected estimate, if possible one that may fit. Among layouts without an
+        estimate, it is the one with the fewest tried layouts of its mesh and of its rule, and among these the one with
+        the fewest bytes of arguments per device, because layouts that shard more rarely repeat work and more often fit.
+        """
+        steps_s = {name: p.prediction.step.step_s for name, p in self.predicted.items() if p.prediction.step}
+        times = correct_times(self.estimates, steps_s, self.target.name)
+        not_fitting = [name for name, p in self.predicted.items() if p.prediction.status is CompileStatus.does_not_fit]
+        peak_limit = min(
+            (self.estimates[name].peak for name in not_fitting if name in self.estimates), default=math.inf
+        )
+        meshes, rules = Counter(layout.mesh for layout in self.tried), Counter(layout.rule for layout in self.tried)
+
+        def sort_key(layout: ProgramLayout) -> tuple[float, ...]:
+            if (time := times.get(layout.name)) is not None:
+                estimate = self.estimates[layout.name]
+                return 0, estimate.is_too_large or estimate.peak >= peak_limit, time.step_s
+            return 1, meshes[layout.mesh] + rules[layout.rule], layout.device_bytes
+
+        layout = min(self.untried, key=sort_key)
+        self.untried.remove(layout)
+        return layout
+
+    def find_equal(self, layout: ProgramLayout) -> PredictedProgram | None:
+        """Return the prediction of a compiled layout with the same program, under the name of this layout, or None."""
+        for name, other in self.predicted.items():
+            program = other.prediction.program
+            if program is not None and layout.name in find_equal_names(self.estimates, name):
+                renamed = replace(program, name=program.name.replace(name, layout.name), axes=dict(layout.axes))
+                return replace(other, prediction=replace(other.prediction, program=renamed))
+        return None
+
+    def add(self, layout: ProgramLayout, predicted: PredictedProgram) -> None:
+        """Add the prediction of a compiled layout."""
+        self.tried.append(layout)
+        self.predicted[layout.name] = predicted
+
+
+def find_equal_names(estimates: Mapping[str, ProgramEstimate], name: str) -> list[str]:
+    """Return the names of other layouts with the same program, because an axis that differs has size 1."""
+    program = estimates[name].program if name in estimates else ""
+    return [other for other, estimate in estimates.items() if program and other != name and estimate.program == program]
+
+
+def describe_estimates(
+    estimates: Mapping[str, ProgramEstimate], times: Mapping[str, CorrectedTime], best: str | None, best_s: float | None
+) -> list[str]:
+    """Return lines about layouts that are only estimated, and about those that are the same program.
+
+    Args:
+        estimates: Estimates of all layouts.
+        times: Corrected step times of those that are not compiled.
+        best: Name of the best compiled layout, or None.
+        best_s: Its predicted step time in seconds, or None.
+    """
+    lines, large = [], [name for name in times if estimates[name].is_too_large]
+    if times and best is not None and best_s is not None:
+        rivals = [
+            name
+            for name, time in sorted(times.items(), key=lambda item: item[1].step_s)
+            if name not in large and time.chance_below(RIVAL_RATIO * best_s) >= RIVAL_CHANCE
+        ]
+        lines.append(
+            f"only estimated, and may be faster than {best}: {', '.join(rivals)}. The next compile would be {rivals[0]}"
+            if rivals
+            else f"the layouts that are only estimated are probably slower than {best}"
+        )
+    if large:
+        lines.append(f"estimated to need too much memory: {', '.join(large)}")
+    equal_names = {tuple(sorted([name, *find_equal_names(estimates, name)])) for name in estimates}
+    return lines + [f"the same program: {', '.join(names)}" for names in sorted(equal_names) if len(names) > 1]
