@@ -46,9 +46,12 @@ def single_device_steps(folder: Path) -> list[dict[str, np.ndarray]]:
     "layout",
     [
         ("mesh=2x2x2", "partition=units"),
-        ("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"),
+        pytest.param(("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"), marks=pytest.mark.slow),
         ("mesh=2x2x2", "partition=pp", "microbatches=2"),
-        ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+        pytest.param(
+            ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("mesh=2x2x2", "partition=sp"), marks=pytest.mark.slow),
         pytest.param(("mesh=2x2x1", "partition=pp_fsdp", "microbatches=4"), marks=pytest.mark.slow),
     ],

@@ -13,6 +13,7 @@ import pytest
 
 PROBE = """
 import sys
+from helpers import mark_slow_except
 from valkyrie.cli.train import main
 try:
     main()
@@ -51,7 +52,7 @@ def run_command(cwd: Path, *arguments: str) -> Startup:
     ("arguments", "shown"),
     [
         (["--help"], "valkyrie-train mesh=4x4x2 partition=2d_tp"),
-        (["--cfg", "job", "mesh=4x4x2"], "name: 4x4x2"),
+        pytest.param(["--cfg", "job", "mesh=4x4x2"], "name: 4x4x2", marks=pytest.mark.slow),
     ],
 )
 def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[str], shown: str):
@@ -66,11 +67,11 @@ def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[
     ("arguments", "message"),
     [
         (["partition=2dtp"], "mean partition=2d_tp?"),
-        (["stps=3"], "mean steps?"),
-        (["mesh=2x2x2", "batch=7"], "batch=7 is not"),
-        (["mesh=3x1x1", "partition=2d_tp"], "4 is not"),
-        (["resume=nothing"], "resume=nothing: there is no such run"),
-        (["data=text", "data.paths=[nofile.txt]"], "directory nofile.txt"),
+        pytest.param(["stps=3"], "mean steps?", marks=pytest.mark.slow),
+        pytest.param(["mesh=2x2x2", "batch=7"], "batch=7 is not", marks=pytest.mark.slow),
+        pytest.param(["mesh=3x1x1", "partition=2d_tp"], "4 is not", marks=pytest.mark.slow),
+        pytest.param(["resume=nothing"], "resume=nothing: there is no such run", marks=pytest.mark.slow),
+        pytest.param(["data=text", "data.paths=[nofile.txt]"], "directory nofile.txt", marks=pytest.mark.slow),
         (["target=v5e-8", "mesh=8x1x1", "partition=dp"], "target=v5e-8 (8 v5e"),
     ],
 )
@@ -85,7 +86,7 @@ def test_a_refusal_does_not_load_jax(tmp_path: Path, arguments: list[str], messa
     assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", mark_slow_except(["bash", "zsh", "fish"], ["bash"]))
 def test_tab_completion_can_be_installed(tmp_path: Path, shell: str):
     result = subprocess.run(
         [str(Path(sys.executable).with_name("valkyrie-train")), "-sc", f"install={shell}"],
@@ -110,14 +111,14 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "doctor"])
+@pytest.mark.parametrize("command", mark_slow_except(["train", "launch", "doctor"], ["train"]))
 def test_a_deleted_working_directory_is_reported(tmp_path: Path, command: str) -> None:
     (tmp_path / "gone").mkdir()
     result = shell(f"cd gone; rmdir ../gone; {sys.executable} -m valkyrie.cli.{command} name=a", tmp_path)
     assert result.returncode == 2 and "current folder was deleted" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["train", "data", "convert"])
+@pytest.mark.parametrize("command", mark_slow_except(["train", "data", "convert"], ["data"]))
 def test_ctrl_c_during_the_imports_of_a_command_shows_no_traceback(tmp_path: Path, command: str) -> None:
     program = f"""
 import signal, sys, time

@@ -440,7 +440,7 @@ def test_a_compile_over_its_time_limit_is_a_result(tiny_run: Run):
     ("program", "phrase"),
     [
         ("import os; os.abort()", "by SIGABRT"),
-        ("import sys; print('a last word'); sys.exit(3)", "3: a last"),
+        pytest.param("import sys; print('a last word'); sys.exit(3)", "3: a last", marks=pytest.mark.slow),
     ],
 )
 def test_a_crash_of_the_compiler_does_not_end_the_command(
@@ -456,7 +456,7 @@ def test_a_crash_of_the_compiler_does_not_end_the_command(
     assert phrase in (compiled_run.outcome.reason or "")
 
 
-@pytest.mark.parametrize("lifetime_s", [0, 3])
+@pytest.mark.parametrize("lifetime_s", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_command_ends_its_compiler(tmp_path: Path, lifetime_s: int):
     """The command may die while its compiler is still importing. The compiler then starts with another parent."""
     scratch = tmp_path / "scratch"

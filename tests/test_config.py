@@ -162,8 +162,8 @@ def test_the_output_of_cfg_job_composes_the_same_run(command: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
-        ["experiment=valkyrie_1b_v4_64", "name=mine", "seed=3"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["experiment=valkyrie_1b_v4_64", "name=mine", "seed=3"], marks=pytest.mark.slow),
         ["mesh=2s2x2x1", "mesh.placement=[z,x,y,s]", "data=text", "data.paths=[a b.txt,'*.md']", "top_k=null"],
         ["mesh=1x1x1", "model.attention.windows=[null,8]", "partition.zero1=true", "debug=nans", "prompt='a: {b}'"],
     ],
@@ -327,10 +327,10 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
     ("typed", "paths"),
     [
         ("[~/books/**/*.txt]", ["~/books/**/*.txt"]),
-        ("~/books", ["~/books"]),
-        ("[/a/b.txt,'/c d/e.txt']", ["/a/b.txt", "/c d/e.txt"]),
+        pytest.param("~/books", ["~/books"], marks=pytest.mark.slow),
+        pytest.param("[/a/b.txt,'/c d/e.txt']", ["/a/b.txt", "/c d/e.txt"], marks=pytest.mark.slow),
         ("/a,/b", ["/a", "/b"]),
-        ("gs://bucket/books/**/*.txt", ["gs://bucket/books/**/*.txt"]),
+        pytest.param("gs://bucket/books/**/*.txt", ["gs://bucket/books/**/*.txt"], marks=pytest.mark.slow),
         ("[gs://bucket/[ab]*.txt,/c]", ["gs://bucket/[ab]*.txt", "/c"]),
     ],
 )
@@ -511,11 +511,31 @@ def test_the_error_for_an_unreadable_config_file_names_it(
     ("file", "text", "argument", "phrase"),
     [
         ("partition/m", "defaults: [fsdp, _self_]\nzero1: true\n", "partition=m", "has no name"),
-        ("partition/m", "defaults: [partition_schema, _self_]\nname: fsdp\n", "partition=m", "has name: fsdp"),
-        ("partition/m", "defaults: [partition_schema, _self_]\nname: other\n", "partition=m", "has name: other."),
-        ("model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "has no name"),
+        pytest.param(
+            "partition/m",
+            "defaults: [partition_schema, _self_]\nname: fsdp\n",
+            "partition=m",
+            "has name: fsdp",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "partition/m",
+            "defaults: [partition_schema, _self_]\nname: other\n",
+            "partition=m",
+            "has name: other.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "has no name", marks=pytest.mark.slow
+        ),
         ("target/chip/m", "defaults: [v5e, _self_]\nhbm_gib: 1\n", "target=m-8", "has no name"),
-        ("mesh/m", "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n", "mesh=m", "has no name"),
+        pytest.param(
+            "mesh/m",
+            "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n",
+            "mesh=m",
+            "has no name",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_users_file_needs_its_own_name(
@@ -600,6 +620,7 @@ def test_mode_files_and_copies_of_shipped_files_may_keep_the_shipped_name(comman
     assert command("--config-dir", "own", "mode=m", "partition=m", "checkpoint=m").run.config.mode.repeats == 7
 
 
+@pytest.mark.slow
 def test_a_file_that_others_only_include_needs_no_name_until_it_is_chosen(command: Any, tmp_path: Path):
     folder = tmp_path / "own/partition"
     folder.mkdir(parents=True)
@@ -626,6 +647,7 @@ def test_an_included_file_is_checked_before_it_is_read(command: Any, tmp_path: P
     assert result.status == 2 and phrase in result.err
 
 
+@pytest.mark.slow
 def test_a_sweep_refuses_trials_with_a_file_that_has_a_shipped_name(command: Any, tmp_path: Path):
     (tmp_path / "own/partition").mkdir(parents=True)
     (tmp_path / "own/partition/m.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
@@ -637,8 +659,8 @@ def test_a_sweep_refuses_trials_with_a_file_that_has_a_shipped_name(command: Any
     ("body", "phrase"),
     [
         ("defaults: [s5_tiny, _self_]\nname: m\ns5:\n\tstate_size: 8\n", "line 4: a tab"),
-        ("name: &x m\ns5: *x\n\tstate_size: 8\n", "line 3: a tab"),
-        ("name: m\nlayers: [2\n", "line 3: not valid YAML: "),
+        pytest.param("name: &x m\ns5: *x\n\tstate_size: 8\n", "line 3: a tab", marks=pytest.mark.slow),
+        pytest.param("name: m\nlayers: [2\n", "line 3: not valid YAML: ", marks=pytest.mark.slow),
     ],
 )
 def test_invalid_yaml_is_refused_with_its_line_only_if_it_is_chosen(
@@ -790,7 +812,7 @@ def test_a_resolver_of_the_calling_process_is_not_replaced(monkeypatch: pytest.M
         OmegaConf.clear_resolver("divide")
 
 
-@pytest.mark.parametrize("group", ["mode", "data", "optimizer"])
+@pytest.mark.parametrize("group", mark_slow_except(["mode", "data", "optimizer"], ["mode", "optimizer"]))
 def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(group: str):
     families = FAMILIES[group]
     keys = {name: {field.name for field in fields(families.config_class(name))} for name in families.names()}

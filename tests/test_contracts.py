@@ -15,7 +15,6 @@ import pytest
 
 from helpers import (
     MODELS,
-    MODELS_WITH_UNIQUE_LAYERS,
     PARTITIONS,
     assert_same_steps,
     compose_run,
@@ -41,15 +40,11 @@ from valkyrie.problems import ProblemCode
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import leaf_names
 
-STEPPED_PAIRS = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
-STEPPED_PAIRS += [(model, "2d_tp") for model in MODELS_WITH_UNIQUE_LAYERS if model not in dict(STEPPED_PAIRS)]
-"""(model, partition) pairs that take steps in the default tests.
+STEPPED_PAIRS = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp"), ("trm_tiny", "2d_tp")]
+"""(model, partition) pairs that take steps in the default tests. Slow tests step every pair."""
 
-Includes every model with unique layers, under at least one partition.
-"""
-
-LOWERED_PAIRS = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
-LOWERED_PAIRS += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
+LOWERED_PAIRS = [("valkyrie_tiny", "sp"), ("gpt_tiny", "fsdp_tp")]
+LOWERED_PAIRS += [("gpt_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
 """(model, partition) pairs whose step is lowered, but not run, in the default tests."""
 
 
@@ -145,7 +140,7 @@ def test_a_model_that_builds_undeclared_parameters_is_refused(monkeypatch):
     assert "segment_0.block_0.mixer.extra is" in str(error.value) and "float32[4, 16]" in str(error.value)
 
 
-@pytest.mark.parametrize("model", mark_slow_except(MODELS, MODELS_WITH_UNIQUE_LAYERS))
+@pytest.mark.parametrize("model", mark_slow_except(MODELS, ["valkyrie_tiny", "trm_tiny"]))
 def test_specs_equal_the_initialised_parameters(model):
     run = small_run(model)
     specs, parameters = make_builder(run).specs, initial_state(small_overrides(model)).parameters
@@ -214,7 +209,7 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
             "4x2x1", "2d_tp", (*PUBLISHED_OPTIONS, "model.attention.qk_norm_span=all_heads"), marks=pytest.mark.slow
         ),
         pytest.param("2x2x2", "sp", (*PUBLISHED_OPTIONS, "seq=64"), marks=pytest.mark.slow),
-        pytest.param("2x2x2", "fsdp", ("partition.gradient_sum=all_to_all",)),
+        pytest.param("2x2x2", "fsdp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
         pytest.param("2x2x2", "fsdp_tp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
         pytest.param("2x2x2", "sp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
         pytest.param("2x2x2", "2d_tp_fsdp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),

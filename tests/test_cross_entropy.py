@@ -56,10 +56,10 @@ def gradients(f, hidden, unembed):
 @pytest.mark.parametrize(
     ("seq", "chunk", "options"),
     [
-        (12, 12, {}),
+        pytest.param(12, 12, {}, marks=pytest.mark.slow),
         (12, 5, {"z_loss": 0.1}),
         (11, 4, {"soft_cap": 1.5}),
-        (12, 100, {"soft_cap": 3.0, "z_loss": 0.5}),
+        pytest.param(12, 100, {"soft_cap": 3.0, "z_loss": 0.5}, marks=pytest.mark.slow),
         (12, 2, {"seq_shards": 3, "batch_shards": 2}),
         (10, 3, {"seq_shards": 2, "z_loss": 0.2}),
     ],
@@ -137,7 +137,7 @@ def test_memory_holds_one_chunk_of_logits():
     assert temporaries(16) < all_logits / 4 < all_logits <= temporaries(seq)
 
 
-@pytest.mark.parametrize("sum_first", [False, True])
+@pytest.mark.parametrize("sum_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk(sum_first: bool):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("d", "s", "m"), axis_types=(AxisType.Auto,) * 3)
     batch, seq, embed, vocab = 4, 32, 8, 64

@@ -180,6 +180,7 @@ def start_preparation(action: str, config: text_source.Config) -> subprocess.Pop
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_several_simultaneous_processes_produce_one_result(config: text_source.Config) -> None:
     processes = [start_preparation("work", config) for _ in range(4)]
     contents = {process.communicate(timeout=60)[0].strip() for process in processes}

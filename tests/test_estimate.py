@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from helpers import config_names, shared_run
+from helpers import LANGUAGE_MODELS, config_names, mark_slow_except, shared_run
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
@@ -62,7 +62,13 @@ def tiny_search() -> tuple[Run, Ranking]:
     return rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=32")
 
 
-@pytest.mark.parametrize("model", [name for name in config_names("model") if not name.startswith("trm")])
+@pytest.mark.parametrize(
+    "model",
+    mark_slow_except(
+        [name for name in config_names("model") if not name.startswith("trm")],
+        [*LANGUAGE_MODELS, "nanochat", "deepseek_v3"],
+    ),
+)
 def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
     run = parse_run([f"model={model}", "data.tokenizer=bytes", "mode=show"])
     assert isinstance(run.model, Stack)
@@ -74,7 +80,7 @@ def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
     assert work.passes == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize("model", mark_slow_except(["gpt_tiny", "valkyrie_tiny"], ["gpt_tiny"]))
 def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
     run, ranking = rank_layouts("target=v5e-8", f"model={model}", "batch=32")
     partitions = set()
@@ -132,7 +138,9 @@ def layout_problems(run: Run, entry: EstimatedLayout) -> list[Problem]:
     return parse_run([*flags, *overrides, *entry.candidate.overrides, "mode=show"]).problems(advise=False)
 
 
-@pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
+@pytest.mark.parametrize(
+    "target", mark_slow_except(["target=v4-16", "target=v5e-8", "target=h100-16"], ["target=v5e-8"])
+)
 def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     few = ("microbatches=4", "remat=full", "partition.zero1=false")
     run, ranking = rank_layouts(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
@@ -183,8 +191,8 @@ def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
     ("setting", "expected_schedules"),
     [
         ("schedule=circular", {("circular", 2), ("circular", 4)}),
-        ("schedule=1f1b", {("1f1b", 1)}),
-        ("rounds=3", {("circular", 3)}),
+        pytest.param("schedule=1f1b", {("1f1b", 1)}, marks=pytest.mark.slow),
+        pytest.param("rounds=3", {("circular", 3)}, marks=pytest.mark.slow),
         ("rounds=1", {("gpipe", 1), ("1f1b", 1)}),
     ],
 )
@@ -262,6 +270,7 @@ print(len(space) / min(seconds))
 """Program that prints the number of layouts estimated per second of processor time."""
 
 
+@pytest.mark.slow
 def test_estimates_100000_layouts_per_second() -> None:
     # In a new process, because this one checks the types of every call.
     result = subprocess.run([sys.executable, "-c", RATE_PROGRAM], capture_output=True, text=True, check=True)
@@ -432,9 +441,14 @@ PER_STEP, PER_MICROBATCH = (f"partition.sum_gradients_per={per}" for per in ("st
     [
         ((*GPT_1B, "partition=pp"), 0.7633, 15.26),
         ((*GPT_1B, "partition=pp_fsdp", PER_STEP), 0.7554, 9.58),
-        ((*GPT_1B, "partition=pp_fsdp", PER_MICROBATCH), 0.9042, 5.08),
-        ((*GPT_125M, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"), 0.2680, 2.92),
-        (
+        pytest.param((*GPT_1B, "partition=pp_fsdp", PER_MICROBATCH), 0.9042, 5.08, marks=pytest.mark.slow),
+        pytest.param(
+            (*GPT_125M, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"),
+            0.2680,
+            2.92,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             (
                 *GPT_125M,
                 "mesh=2x2x2",
@@ -445,8 +459,14 @@ PER_STEP, PER_MICROBATCH = (f"partition.sum_gradients_per={per}" for per in ("st
             ),
             0.2542,
             7.03,
+            marks=pytest.mark.slow,
         ),
-        ((*LLAMA, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"), 1.1102, 14.95),
+        pytest.param(
+            (*LLAMA, "mesh=1x2x4", "partition=pp", "microbatches=8", "remat=full"),
+            1.1102,
+            14.95,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_estimates_of_pipelines_are_close_to_compiled_steps(
@@ -497,7 +517,7 @@ def test_only_attention_with_wide_blocks_is_cheaper_per_flop(overrides: tuple[st
     assert ratios == pytest.approx([cost if is_cheaper else 1.0])
 
 
-@pytest.mark.parametrize("pair", ["LLM", "GPT-3"])
+@pytest.mark.parametrize("pair", mark_slow_except(["LLM", "GPT-3"], ["LLM"]))
 def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(COMPILED_FILE.parent))
     paper = importlib.import_module("paper")
@@ -563,7 +583,9 @@ def test_chips_that_are_no_neighbours_share_links_for_gathers_and_exchanges() ->
     assert scattered / line == pytest.approx(2.0, rel=0.1)
 
 
-@pytest.mark.parametrize(("target", "speedup"), [("v5e-8", 2.0), ("v6e-8", 2.0), ("v4-16", 1.0)])
+@pytest.mark.parametrize(
+    ("target", "speedup"), [("v5e-8", 2.0), pytest.param("v6e-8", 2.0, marks=pytest.mark.slow), ("v4-16", 1.0)]
+)
 def test_xla_reorders_the_ring_of_a_gather_on_chips_with_two_torus_axes(target: str, speedup: float) -> None:
     layout = (f"target={target}", "model=gpt_1b", "batch=64", "seq=1024", "partition=fsdp_tp", "mesh=1x8x1")
     chip = parse_run(layout).config.target.chip
@@ -613,6 +635,7 @@ def test_parameters_sharded_over_two_kinds_of_axes_gather_whole_batches() -> Non
     assert extra_s["4x4x2"] > 0 and extra_s["4x8x1"] == extra_s["16x1x2"] == 0
 
 
+@pytest.mark.slow
 def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
     """On v5e-16, a step with 20 heads of 64 takes 1.201 s and one with 10 heads of 128 takes 0.827 s.
 

@@ -22,6 +22,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
+from helpers import mark_slow_except
 from machines import needs_libtpu
 from sound_programs import SOUND_PROGRAMS, Program
 from valkyrie.compiled.collectives import collective_uses, find_cause
@@ -123,8 +124,8 @@ def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     ("axes", "weights", "constraint"),
     [
         ({"data": 8}, PartitionSpec("data"), DATA),
-        ({"data": 8}, PartitionSpec(), None),
-        ({"data": 4, "model": 2}, PartitionSpec(None, "model"), None),
+        pytest.param({"data": 8}, PartitionSpec(), None, marks=pytest.mark.slow),
+        pytest.param({"data": 4, "model": 2}, PartitionSpec(None, "model"), None, marks=pytest.mark.slow),
         ({"data": 4, "model": 2}, PartitionSpec("data", "model"), DATA),
     ],
     ids=["fsdp", "dp", "tp", "fsdp and tp"],
@@ -166,7 +167,9 @@ def constrained_model(mesh: Mesh, constraint: PartitionSpec, *, scanned: bool = 
     return jax.jit(jax.grad(loss)), (weights, struct(mesh, (BATCH, SEQ, EMBED), DATA))
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+@pytest.mark.parametrize(
+    "scanned", [pytest.param(False, id="unrolled", marks=pytest.mark.slow), pytest.param(True, id="scan and remat")]
+)
 def test_a_constraint_that_replicates_the_batch_is_named_as_the_cause(scanned: bool) -> None:
     mesh = cpu_mesh(data=8)
     program = compile_program(mesh, *constrained_model(mesh, PartitionSpec(), scanned=scanned))
@@ -243,7 +246,9 @@ def test_a_few_lines_are_all_named_and_more_are_counted() -> None:
     assert lines[MAX_LINES] not in join_lines(lines) and f"{10 - MAX_LINES} more" in join_lines(lines)
 
 
-@pytest.mark.parametrize("program", SOUND_PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", mark_slow_except(SOUND_PROGRAMS, SOUND_PROGRAMS[::4]), ids=lambda program: program.__name__
+)
 def test_sound_programs_have_no_faults(program: Callable[[Mesh], Program]) -> None:
     mesh = cpu_mesh(data=4, model=2)
     assert find_faults(compile_program(mesh, *program(mesh))) == ()
@@ -270,7 +275,7 @@ def test_an_axis_that_splits_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     ("axes", "batch_axes", "batch"),
     [
-        ({"data": 4, "model": 2}, ("data",), 64),
+        pytest.param({"data": 4, "model": 2}, ("data",), 64, marks=pytest.mark.slow),
         ({"data": 2, "spare": 2, "model": 2}, ("data", "spare"), 36),  # not a multiple of 8
     ],
 )
@@ -437,7 +442,7 @@ def regression_gradient(mesh: Mesh, w: jax.Array, x: jax.Array, y: jax.Array) ->
 @pytest.mark.parametrize(
     ("step", "constraints"),
     [
-        (classifier_gradient, {"x": {"inputs"}, "y": {"labels"}}),
+        pytest.param(classifier_gradient, {"x": {"inputs"}, "y": {"labels"}}, marks=pytest.mark.slow),
         (regression_gradient, {"x": {"inputs", "both"}, "y": {"both"}}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -525,7 +530,7 @@ def reduces_everywhere(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
     ("step", "weights", "dtype", "code"),
     [
         (gathers_the_batch, PartitionSpec(), jnp.float32, FaultCode.gathered_batch),
-        (gathers_float32, DATA, jnp.bfloat16, FaultCode.float32_gather),
+        pytest.param(gathers_float32, DATA, jnp.bfloat16, FaultCode.float32_gather, marks=pytest.mark.slow),
         (reduces_everywhere, PartitionSpec(), jnp.float32, FaultCode.all_reduce),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

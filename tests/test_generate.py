@@ -128,7 +128,7 @@ def test_the_text_depends_on_the_seed() -> None:
     assert first != generate_text("a", temperature=1.0, seed=2)
 
 
-@pytest.mark.parametrize("prompt", ["", 'x = "é"\n', "<|endoftext|>", "😀"])
+@pytest.mark.parametrize("prompt", mark_slow_except(["", 'x = "é"\n', "<|endoftext|>", "😀"], ["", "😀"]))
 def test_any_text_is_a_prompt(prompt: str) -> None:
     assert isinstance(generate_text(prompt, tokens=2), str)
 
@@ -157,7 +157,7 @@ def continue_text(model: str, text: Text | str, tokens: int, **options: Any) -> 
     return "".join(generate(builder, parameters, BYTES, text, tokens=tokens, **settings))
 
 
-@pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
+@pytest.mark.parametrize("model", mark_slow_except(["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"], ["valkyrie_tiny"]))
 def test_a_saved_text_continues_as_if_not_interrupted(model: str, tmp_path: Path) -> None:
     builder, parameters = tiny_model(model)
     whole_text, resumed_text = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")

@@ -146,7 +146,7 @@ def test_launching_stops_after_the_allowed_crashes(capfd: Any):
     assert "--restarts 2" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("status", [2, 130])
+@pytest.mark.parametrize("status", [pytest.param(2, marks=pytest.mark.slow), 130])
 def test_a_mistake_or_ctrl_c_causes_no_restart(status: int, capfd: Any):
     assert run(f'alive(); others_alive(); print("why", file=sys.stderr); sys.exit({status})', grace_s=10.0) == status
     assert len(pids()) == 3
@@ -203,7 +203,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
+)
 def test_a_signal_is_forwarded_and_all_processes_save(start_launcher: Any, number: int, status: int):
     process = start_launcher(SAVE_ON_SIGNAL)
     os.kill(process.pid, number)
@@ -213,6 +215,7 @@ def test_a_signal_is_forwarded_and_all_processes_save(start_launcher: Any, numbe
     assert Path("runs/mine.launch/process-1.log").read_text() == "1 saved\n"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(start_launcher: Any):
     process = start_launcher(IGNORE_SIGNALS)
     os.kill(process.pid, signal.SIGINT)

@@ -42,7 +42,7 @@ def case(*values: str, quick: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("model", "partition", "mesh", "overrides"),
     [
-        case("gpt_tiny", "pp", "2x1x4", "microbatches=4", quick=True),
+        case("gpt_tiny", "pp", "2x1x4", "microbatches=4"),
         case("gpt_tiny", "pp", "1x1x4", "microbatches=8"),
         case("gpt_tiny", "pp", "1x1x2", "microbatches=3", "batch=6"),
         case("gpt_tiny", "pp_2d_tp", "2x2x2", "microbatches=4"),

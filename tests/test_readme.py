@@ -6,9 +6,10 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -191,17 +192,37 @@ SEARCHED = {"batch=auto", "batch=N", "device_batch=[2,4,8]"}
 """Documented settings that do not compose: shorthand that only `mode=search` expands, and the placeholder N."""
 
 
-@pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
-def test_every_documented_setting_exists(key: str):
-    examples = [
-        setting
-        for setting in SETTINGS
-        if setting.split("=")[0] == key and "mine" not in setting and setting not in SEARCHED
-    ]
-    mode = [f"mode={name}" for name in MODES.names_with_key(key.removeprefix("mode."))[:1] if key.startswith("mode.")]
-    for setting in dict.fromkeys(examples):
-        Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *mode, *shlex.split(setting)))
+def documented_examples(is_turn: Callable[[str], bool]) -> list[list[str]]:
+    """Return lists of documented settings: the first one of each key for which `is_turn(key)`, the second ones, etc."""
+    examples: dict[str, list[str]] = {}
+    for setting in dict.fromkeys(SETTINGS):
+        key = setting.split("=")[0]
+        if key in KEYS and is_turn(key) and not key.startswith("hydra") and "mine" not in setting:
+            examples.setdefault(key, []).extend([] if setting in SEARCHED else [setting])
+    return [[s for s in turn if s] for turn in zip_longest(*examples.values())]
+
+
+SETTINGS_OF_MODES = documented_examples(lambda key: key.startswith("mode."))
+TURNS = [
+    *documented_examples(lambda key: "." not in key),
+    *documented_examples(lambda key: "." in key and not key.startswith("mode.")),
+    *([setting] for setting in chain(*SETTINGS_OF_MODES)),
+]
+
+
+@pytest.mark.parametrize("settings", TURNS, ids=lambda settings: " ".join(settings)[:40])
+def test_every_documented_setting_exists(settings: Sequence[str]):
+    """Composes settings of different keys together. A setting that does not exist is named in the error."""
+    keys = [setting.split("=")[0] for setting in settings]
+    modes = [f"mode={MODES.names_with_key(key.removeprefix('mode.'))[0]}" for key in keys if key.startswith("mode.")]
+    Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *modes, *chain(*map(shlex.split, settings))))
+    for setting in settings:
         assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"
+
+
+def test_every_documented_key_is_composed():
+    composed = {setting.split("=")[0] for setting in chain(*TURNS)}
+    assert len(composed) >= 50 and {key for key in KEYS if not key.startswith("hydra")} - composed <= {"resume"}
 
 
 def test_a_command_with_a_comment_can_be_pasted_into_any_shell():

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from helpers import compose_run
+from helpers import compose_run, mark_slow_except
 from runs import run_train, tiny_arguments
 from valkyrie import host_memory
 from valkyrie.config.modes import MODES
@@ -297,7 +297,9 @@ def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     assert activations("partition=dp", "target=v5e-4")[1] == 0
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "nanochat_tiny", "trm_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize(
+    "model", mark_slow_except(["gpt_tiny", "nanochat_tiny", "trm_tiny", "valkyrie_tiny"], ["gpt_tiny", "trm_tiny"])
+)
 def test_every_family_has_other_sizes_to_suggest(model: str) -> None:
     run = compose_run(f"model={model}", *(["data=sudoku"] if model == "trm_tiny" else []))
     sizes = room._family_sizes(run)  # pyright: ignore[reportPrivateUsage]

@@ -226,7 +226,7 @@ def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mes
 
 
 @pytest.mark.parametrize("check_vma", mark_slow_except([True, False], [True]), ids=["vma", "no_vma"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("reverse", mark_slow_except([False, True], [True]), ids=["forward", "reverse"])
 @pytest.mark.parametrize("optional_inputs", mark_slow_except(["nothing", "all"], ["all"]))
 def test_a_sequence_sharded_over_two_mesh_axes_equals_the_whole(
     optional_inputs: str, reverse: bool, check_vma: bool
@@ -294,7 +294,7 @@ def test_every_form_runs_with_batch_sequence_and_state_sharded(impl: ScanImpl) -
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
+@pytest.mark.parametrize("impl", mark_slow_except(FORMS, [ScanImpl.associative]), ids=lambda impl: impl.value)
 @pytest.mark.parametrize(
     "axis_type", mark_slow_except([AxisType.Auto, AxisType.Explicit], [AxisType.Auto]), ids=["auto", "explicit"]
 )

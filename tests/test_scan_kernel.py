@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from helpers import mark_slow_except
 from machines import needs_libtpu
 from valkyrie.hardware.platforms.tpu import ENVIRONMENT
 from valkyrie.ops import scan_pallas
@@ -69,7 +70,7 @@ def values_and_gradients(lam: Pair, bu: Pair, h0: Pair | None, keep: Any, weight
     [
         pytest.param(300, False, False, False, id="bare", marks=pytest.mark.slow),
         pytest.param(300, True, True, False, id="all"),
-        pytest.param(300, True, True, True, id="reverse"),
+        pytest.param(300, True, True, True, id="reverse", marks=pytest.mark.slow),
         pytest.param(5, True, True, False, id="short", marks=pytest.mark.slow),
     ],
 )
@@ -96,6 +97,7 @@ def test_states_in_several_registers_and_blocks_equal_the_sequential_form() -> N
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_keep_can_be_any_factor(short_loops: None) -> None:
     p = make_inputs(1, 20, 2, has_initial_state=True, resets=False)
     keep = jnp.linspace(0.3, 1.4, 20)[None]
@@ -134,7 +136,7 @@ def test_the_kernel_runs_with_batch_sequence_and_state_sharded(short_loops: None
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", mark_slow_except(CHIPS, [*CHIPS][:1]))
 def test_the_kernel_compiles_for_every_chip_under_shard_map(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)

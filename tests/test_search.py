@@ -123,9 +123,14 @@ def search(
     return carry_out
 
 
+_shortlists: dict[int, tuple[SearchRequest, Shortlist]] = {}
+
+
 def make_shortlist(request: SearchRequest) -> Shortlist:
-    """Return the layouts that a search may compile, with the shortest estimate first."""
-    return build_shortlist(rank(request.run, request.space()))
+    """Return the layouts that a search may compile, with the shortest estimate first. Estimates a request once."""
+    if id(request) not in _shortlists:  # the stored request keeps its id from being used again
+        _shortlists[id(request)] = request, build_shortlist(rank(request.run, request.space()))
+    return _shortlists[id(request)][1].select(lambda layout: True)
 
 
 def with_compile_commands(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[RankedLayout]:
@@ -183,6 +188,7 @@ def compile_shortlist(
     return compiles
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
     search: Callable[..., FinishedSearch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -287,6 +293,7 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
     )
 
 
+@pytest.mark.slow
 def test_options_that_the_compile_of_the_best_layout_has_added_are_in_its_command(
     search: Callable[..., FinishedSearch], compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +402,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
     assert answer["warning"] == "", "these estimates were requested"
 
 
+@pytest.mark.slow
 def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles_that_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -473,7 +481,7 @@ def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_f
     assert ["cache" in line for line in output.getvalue().splitlines()] == [True, False]
 
 
-@pytest.mark.parametrize(("budget", "first"), [("3min", "v4-8"), ("7min", "v6e-8")])
+@pytest.mark.parametrize(("budget", "first"), [("3min", "v4-8"), pytest.param("7min", "v6e-8", marks=pytest.mark.slow)])
 def test_slices_whose_compiles_do_not_fit_in_the_budget_come_last(
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, first: str
 ) -> None:
@@ -506,7 +514,7 @@ def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
     assert any("mode=compile" in line and "542 s" in line for line in answer["certainty"])
 
 
-@pytest.mark.parametrize("target", ["v5e-8", "h100-8"])
+@pytest.mark.parametrize("target", [pytest.param("v5e-8", marks=pytest.mark.slow), "h100-8"])
 def test_estimates_have_no_interval_if_compiled_steps_have_none(
     target: str, compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
@@ -562,6 +570,7 @@ def test_the_budget_is_twice_as_long_until_a_layout_has_a_step_time(
     assert ("2 times mode.budget=100s" in resumed.stop_reason) != first_fits
 
 
+@pytest.mark.slow
 def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
@@ -615,6 +624,7 @@ def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: Scal
     assert entry.target.name == cheapest.group.target.name
 
 
+@pytest.mark.slow
 def test_every_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
     request = parse_request(
         parse_run(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
@@ -629,8 +639,10 @@ def test_every_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
     )
 
 
-@pytest.mark.parametrize(("factor", "first"), [(1.05, "compile"), (2.0, "estimate")])
-@pytest.mark.parametrize("tokens", [(), ("mode.tokens=1e9",)])
+@pytest.mark.parametrize(
+    ("factor", "first"), [pytest.param(1.05, "compile", marks=pytest.mark.slow), (2.0, "estimate")]
+)
+@pytest.mark.parametrize("tokens", [pytest.param((), marks=pytest.mark.slow), ("mode.tokens=1e9",)])
 def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_layouts(
     factor: float, first: str, tokens: tuple[str, ...], compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
@@ -650,6 +662,7 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     assert ("The interval of predicted steps for v" in remarks) == has_compiled_row, "the compiler gives none"
 
 
+@pytest.mark.slow
 def test_slices_without_an_interval_are_named_with_the_reason() -> None:
     request = make_request("mode.targets=[v5e-8,h100-8]")
     rows = [
@@ -663,6 +676,7 @@ def test_slices_without_an_interval_are_named_with_the_reason() -> None:
     assert describe_intervals(request, known) == [lines["h100-8"]]
 
 
+@pytest.mark.slow
 def test_more_compiles_are_suggested_than_earlier_searches_have_recorded(
     compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
@@ -675,7 +689,7 @@ def test_more_compiles_are_suggested_than_earlier_searches_have_recorded(
     assert f"mode.compiles={2 * len(compiles.layouts)}." in " ".join(remarks)
 
 
-@pytest.mark.parametrize("price", ["0", "null"])
+@pytest.mark.parametrize("price", [pytest.param("0", marks=pytest.mark.slow), "null"])
 def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
     shortlist = make_shortlist(request)
@@ -685,6 +699,7 @@ def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> No
     assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = parse_request(
         parse_run(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"])
@@ -731,14 +746,14 @@ def test_baselines_are_for_one_slice() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("target=v4-8", "batch=32", "partition=pp"), {}),
+        pytest.param(("target=v4-8", "batch=32", "partition=pp"), {}, marks=pytest.mark.slow),
         (("target=v4-8", "batch=7", "partition=fsdp"), {FSDP_BASELINE: "no legal layout"}),
         (
             ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
             {PAPER_RULE: "no layout fits", FSDP_BASELINE: "no layout fits"},
         ),
         (("target=v5e-8", "batch=32"), {FSDP_BASELINE: ""}),
-        (("target=h100-8", "batch=32"), {FSDP_BASELINE: ""}),
+        pytest.param(("target=h100-8", "batch=32"), {FSDP_BASELINE: ""}, marks=pytest.mark.slow),
     ],
 )
 def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
@@ -747,7 +762,7 @@ def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
     assert {name: why for name, (_, why) in describe_baselines(*arguments).items()} == expected
 
 
-@pytest.mark.parametrize("model", ["moe_tiny", "gpt_tiny"])
+@pytest.mark.parametrize("model", ["moe_tiny", pytest.param("gpt_tiny", marks=pytest.mark.slow)])
 def test_the_best_layout_of_a_mixture_is_compared_with_expert_parallelism(model: str) -> None:
     request = parse_request(parse_run(["mode=search", f"model={model}", "target=v5e-8", "batch=32"]))
     ranking, target = rank(request.run, request.space()), request.targets[0]
@@ -777,6 +792,7 @@ def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
     assert "only for h100-8:" in printed
 
 
+@pytest.mark.slow
 def test_every_kind_of_chips_whose_estimates_have_unknown_errors_is_compiled_before_others(
     compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
@@ -950,6 +966,7 @@ def test_settings_that_the_search_chose_for_a_mesh_are_named() -> None:
     assert line.startswith(f"batch={default_batch.run.config.batch} ")
 
 
+@pytest.mark.slow
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
     named, full_request = make_request("mesh=1x4x2"), make_request()
     assert request_digest(named) != request_digest(full_request) and "mesh=1x4x2" not in named.arguments
@@ -1165,7 +1182,9 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     assert run.config.partition.name == rows[1].candidate.partition and run.config.batch == request.run.config.batch
 
 
-@pytest.mark.parametrize(("planned", "word"), [((), "faster"), (("mode.tokens=1e9",), "cheaper")])
+@pytest.mark.parametrize(
+    ("planned", "word"), [pytest.param((), "faster", marks=pytest.mark.slow), (("mode.tokens=1e9",), "cheaper")]
+)
 def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_settles_it(
     planned: tuple[str, ...], word: str
 ) -> None:
@@ -1204,6 +1223,7 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
     assert "unknown" in unsure
 
 
+@pytest.mark.slow
 def test_compiled_rows_on_the_same_kind_of_chip_share_their_errors() -> None:
     request = make_request("mode.targets=[v4-8,v4-16]")
     rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
@@ -1229,6 +1249,7 @@ def test_the_interval_of_an_estimate_is_wider_than_that_of_a_compiled_step() -> 
     assert row.high_s > max(interval.high, row.compiled_ratios[1]) * row.step_s
 
 
+@pytest.mark.slow
 def test_settings_are_not_broken_in_a_narrow_terminal_and_the_memory_of_every_slice_is_named() -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "remat=minimal_with_context")
     rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
@@ -1352,6 +1373,7 @@ def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: P
     assert save_answer(tmp_path, replace(measured, compiled=0))[0].startswith("answer: not saved")
 
 
+@pytest.mark.slow
 def test_the_answer_if_no_layout_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1389,6 +1411,7 @@ def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:
     assert f"batch=auto uses at most {memory_text(0.95 * gib * 2**30)} (" in text
 
 
+@pytest.mark.slow
 def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
@@ -1456,6 +1479,7 @@ def test_ctrl_c_before_the_first_result_prints_the_best_by_estimate(
     assert status == 130 and len(answer["best"]) == mode.MAX_SHOWN_LAYOUTS and "by estimate, none compiled:" in printed
 
 
+@pytest.mark.slow
 def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch], compiler: ScaledCompiler
 ) -> None:

@@ -141,7 +141,11 @@ def gradient_bytes_sent(*overrides: str) -> float:
     [
         pytest.param(("mesh=1x1x8", "partition=fsdp"), id="fsdp"),
         pytest.param(("mesh=1x4x2", "partition=pp_fsdp"), id="pp_fsdp", marks=pytest.mark.slow),
-        pytest.param(("mesh=1x4x2", "partition=pp_fsdp", "partition.schedule=1f1b", "remat=full"), id="1f1b"),
+        pytest.param(
+            ("mesh=1x4x2", "partition=pp_fsdp", "partition.schedule=1f1b", "remat=full"),
+            id="1f1b",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_more_microbatches_send_no_more_gradients(layout: tuple[str, ...]):

@@ -109,9 +109,9 @@ def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
     [
         ("compile", ["mode.hlo=true", "mode.cache=false", "eval_batches=3", "data.documents=9", "seed=3"], "steps=9"),
         ("measure", ["mode.trace=true", "eval_batches=3", "data.documents=9"], "mode.repeats=3"),
-        ("measure", ["mode.trace=true"], "mode.data=real"),
-        ("generate", ["trial.retry=true"], "prompt=b"),
-        ("eval", ["trial.retry=true"], "resume=other"),
+        pytest.param("measure", ["mode.trace=true"], "mode.data=real", marks=pytest.mark.slow),
+        pytest.param("generate", ["trial.retry=true"], "prompt=b", marks=pytest.mark.slow),
+        pytest.param("eval", ["trial.retry=true"], "resume=other", marks=pytest.mark.slow),
     ],
 )
 def test_the_key_of_a_trial_depends_on_what_its_stage_uses(mode: str, same: list[str], other: str):
@@ -131,6 +131,7 @@ def test_only_missing_trials_run(multirun: FakeMultirun, capfd: pytest.CaptureFi
     assert multirun.count_lines() == 4, "another batch is another trial"
 
 
+@pytest.mark.slow
 def test_only_the_sweep_folder_is_written(multirun: FakeMultirun):
     before = sorted(path.name for path in multirun.folder.iterdir())
     assert run_train(*multirun.arguments("partition=dp")) == 0
@@ -203,6 +204,7 @@ If the tests run in the background, child processes inherit that SIGINT is ignor
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp_path: Path):
     multirun = FakeMultirun(tmp_path, dp="measure", fsdp="hang")
     master, slave = pty.openpty()

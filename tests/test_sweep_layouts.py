@@ -408,9 +408,9 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
     ("reference", "is_reused"),
     [
         ("${optimizer}", False),
-        ("${..optimizer}", False),
-        ("${oc.select:optimizer,null}", False),
-        ("${optimizer.learning_rate}", False),
+        pytest.param("${..optimizer}", False, marks=pytest.mark.slow),
+        pytest.param("${oc.select:optimizer,null}", False, marks=pytest.mark.slow),
+        pytest.param("${optimizer.learning_rate}", False, marks=pytest.mark.slow),
         ("${optimizer.name}", True),
     ],
 )

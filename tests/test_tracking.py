@@ -202,12 +202,15 @@ def run_in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, flo
     return imported == "True", float(seconds), note.strip()
 
 
-@pytest.mark.parametrize(("mode", "environment"), [("off", {}), ("auto", {"WANDB_MODE": "disabled"})])
+@pytest.mark.parametrize(
+    ("mode", "environment"), [("off", {}), pytest.param("auto", {"WANDB_MODE": "disabled"}, marks=pytest.mark.slow)]
+)
 def test_wandb_is_not_imported_if_it_is_off(tmp_path: Path, mode: str, environment: dict[str, str]) -> None:
     assert run_in_child(tmp_path, mode, **environment)[0] is False
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_without_a_key_and_unusual_names_are_accepted(tmp_path: Path) -> None:
     imported, _, note = run_in_child(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9")
     assert imported and note == "None"

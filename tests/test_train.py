@@ -59,6 +59,7 @@ def test_the_loss_falls_towards_the_entropy_of_the_data(tmp_path: Path) -> None:
     assert evaluations[-1] < evaluations[0] < steps[1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_does_not_stop_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +153,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> Non
     monkeypatch.setattr(trainer, "compile_step", poisoned)
 
 
-@pytest.mark.parametrize(("at_step", "checkpoint"), [(4, "step 2"), (3, "step 2 (its parameters were not checked)")])
+@pytest.mark.parametrize(
+    ("at_step", "checkpoint"),
+    [(4, "step 2"), pytest.param(3, "step 2 (its parameters were not checked)", marks=pytest.mark.slow)],
+)
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -298,6 +302,7 @@ def read_terminal(fd: int, until: str, timeout_s: float) -> str:
     return seen
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_live_progress_bar_and_ctrl_c_saves(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         controller, terminal = pty.openpty()
@@ -384,10 +389,10 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, delay_s: float) -
     ("has_progress", "signals", "status", "message"),
     [
         (False, "SIGTERM", 75, "nothing to save"),
-        (True, "SIGTERM", 0, "then saving.\n"),
-        (True, "SIGTERM SIGTERM SIGUSR1", 0, "stopping after"),
-        (True, "SIGINT SIGTERM", 0, "stopping after"),
-        (True, "SIGTERM SIGINT", 0, "Press Ctrl-C again to stop immediately"),
+        pytest.param(True, "SIGTERM", 0, "then saving.\n", marks=pytest.mark.slow),
+        pytest.param(True, "SIGTERM SIGTERM SIGUSR1", 0, "stopping after", marks=pytest.mark.slow),
+        pytest.param(True, "SIGINT SIGTERM", 0, "stopping after", marks=pytest.mark.slow),
+        pytest.param(True, "SIGTERM SIGINT", 0, "Press Ctrl-C again to stop immediately", marks=pytest.mark.slow),
         (True, "SIGTERM SIGINT SIGINT", 130, "Newest checkpoint: step 5"),
     ],
 )
