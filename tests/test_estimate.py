@@ -126,6 +126,20 @@ def test_equivalent_meshes_are_counted_once(tiny_search: tuple[Run, Ranking]) ->
     assert ranking.space.duplicates > 20
 
 
+def test_a_partition_is_left_out_where_it_equals_a_simpler_one(tiny_search: tuple[Run, Ranking]) -> None:
+    def meshes_of(ranking: Ranking, partition: str) -> list[dict[str, int]]:
+        return [mesh.axes for e in ranking.for_partition(partition).estimates for mesh in e.group.meshes]
+
+    _, ranking = tiny_search
+    splits_sequence = [axes["x"] > 1 for axes in meshes_of(ranking, "sp")]
+    assert splits_sequence and all(splits_sequence)
+    assert any(axes["x"] > 1 and axes["z"] > 1 for axes in meshes_of(ranking, "data_model_fsdp") if axes["y"] == 1)
+    _, only_sp = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=32", "partition=sp")
+    assert not all(axes["x"] > 1 for axes in meshes_of(only_sp, "sp")), "no other partition has these layouts"
+    _, on_one_device = rank_layouts("target=v5e-1", "model=gpt_tiny", "batch=32")
+    assert {group.candidates.partition.name for group in on_one_device.space.groups} == {"dp"}
+
+
 def test_indivisible_layouts_are_refused_with_the_reason() -> None:
     _, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=6")
     assert ProblemCode.batch_not_divisible in {problem.code for problem in ranking.space.refused}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,17 @@ def parse_mesh(name: str) -> MeshConfig:
             f"mesh={name} has {len(shape)} axes, but a mesh has at most four (w, x, y, z). Use mesh={joined}."
         )
     return MeshConfig(name=name, shape=shape, slices=slices)
+
+
+def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write n as an ordered product of `parts` factors, in lexicographic order."""
+    if parts < 2:
+        if parts == 1 or n == 1:
+            yield (n,) * parts
+        return
+    for factor in (d for d in range(1, n + 1) if n % d == 0):
+        for tail in divisions(n // factor, parts - 1):
+            yield (factor, *tail)
 
 
 def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshConfig | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, axes_text
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode, suggest
 from valkyrie.units import memory_text
@@ -24,6 +26,9 @@ ROLE_SYNONYMS = {
     "fully_sharded": "fsdp",
 }
 """Maps names that other launch scripts use in `TPU_AXIS_NAMES` to roles of the shipped partitions."""
+
+ROUNDS = (2, 4)
+"""Numbers of rounds to try under the circular schedule. Each stage has one block of layers per round."""
 
 
 class MemoryKind(Enum):
@@ -172,6 +177,29 @@ def distinct_partitions(partitions: Iterable[PartitionConfig], model_axes: Colle
     return [*distinct.values()]
 
 
+def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
+    """Yield copies of a partition with each pipeline schedule and number of rounds, each with and without ZeRO-1.
+
+    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values, and ZeRO-1 is never turned off. A partition
+    without a pipeline always gets the schedule `gpipe` with one round.
+    """
+    gpipe, circular, current = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
+    pipelines = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
+    if not partition.parameters.get(LAYERS):
+        variants = [(gpipe, 1)]
+    elif {"schedule", "rounds"} <= {*fixed}:
+        variants = [current]
+    elif "schedule" in fixed:
+        variants = [current] * (current[1] > 1) + [pair for pair in pipelines if pair[0] is current[0]]
+    elif "rounds" in fixed:
+        variants = [pair for pair in pipelines if pair[1] == current[1]] or [(circular, current[1])]
+    else:
+        variants = [current, *pipelines]
+    zero1_values = [partition.zero1] if "zero1" in fixed or partition.zero1 else [False, True]
+    for (schedule, rounds), is_zero1 in itertools.product(dict.fromkeys(variants), zero1_values):
+        yield replace(partition, schedule=schedule, rounds=rounds, zero1=is_zero1)
+
+
 def resolve_rules(
     partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], other_axes: Collection[str] = ()
 ) -> tuple[Rules, Rules, list[Problem]]:
@@ -271,6 +299,25 @@ def _expand(
                     details={"rule": rule_key, "mesh": mesh.name, "has": mesh_axes},
                 )
             )
+
+
+def split_pattern(parameters: Rules, activations: Rules, sizes: Mapping[str, int]) -> tuple[object, ...]:
+    """Return a key that is equal for rules that split every array in the same way, up to the names of mesh axes.
+
+    Mesh axes of size 1 split nothing and are left out. Others are numbered in the order in which rules use them, except
+    `s`, which crosses the network between slices.
+    """
+    numbers: dict[str, int] = {}
+    rules = []
+    for kind in (parameters, activations):
+        split = {logical: [axis for axis in axes if sizes[axis] > 1] for logical, axes in sorted(kind.items())}
+        numbered = [
+            (logical, tuple(axis if axis == SLICE_AXIS else numbers.setdefault(axis, len(numbers)) for axis in axes))
+            for logical, axes in split.items()
+            if axes
+        ]
+        rules.append(tuple(numbered))
+    return (*rules, tuple(sizes[axis] for axis in numbers))
 
 
 class RoleKind(Enum):

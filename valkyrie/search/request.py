@@ -15,13 +15,13 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice
 from valkyrie.modes.search import Config as SearchMode
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
-from valkyrie.parallel.partition import PartitionConfig, shipped_partitions
+from valkyrie.parallel.partition import PartitionConfig, partition_variants, shipped_partitions
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import raise_problems
 from valkyrie.runs.folder import split_flags, split_override
 from valkyrie.search.estimate.rank import EstimatedLayout
-from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
+from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")

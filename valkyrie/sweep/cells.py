@@ -18,12 +18,11 @@ from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import build_topology
 from valkyrie.parallel.layout import Layout, derive_layout
-from valkyrie.parallel.mesh import MeshConfig, parse_mesh
+from valkyrie.parallel.mesh import MeshConfig, divisions, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, list_placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, raise_problems
-from valkyrie.search.estimate.space import divisions
 from valkyrie.sweep.space import ALL_CHOICES, DEFAULT_PLACEMENT, SPACE_KEY, MeshEquivalence, RunVariant, SpaceConfig
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")

@@ -115,6 +115,7 @@ class MemoryEstimator:
 
     def __init__(self, run: Run, layouts: Candidates, chip: ChipConfig | None = None) -> None:
         self.run, self.layouts, self.chip = run, layouts, chip or run.config.target.chip
+        self.parameters = tuple(run.model.parameters().values())
 
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
@@ -182,11 +183,7 @@ class MemoryEstimator:
         layouts, policy = self.layouts, self.run.config.precision
         if not (layouts.stages > 1).any():
             return np.zeros(len(layouts))
-        elements = sum(
-            layouts.shard_elements(spec, gradients_kind)
-            for spec in self.run.model.parameters().values()
-            if LAYERS in spec.axes
-        )
+        elements = sum(layouts.shard_elements(spec, gradients_kind) for spec in self.parameters if LAYERS in spec.axes)
         cast = 0 if policy.parameter == policy.compute else policy.compute.itemsize
         dealt = np.where(layouts.rounds > 1, 3 * ACCUMULATOR_DTYPE.itemsize, 0)
         return np.where(layouts.stages > 1, (cast + dealt) * elements, 0.0)
@@ -212,7 +209,7 @@ class MemoryEstimator:
         """Bytes per device of one layer's gathered weights and of their gradients before the reduction."""
         layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
         itemsize = policy.compute.itemsize + policy.reduction.itemsize
-        for spec in self.run.model.parameters().values():
+        for spec in self.parameters:
             data_axes = layouts.gathered_mesh_axes(spec)
             if LAYERS in spec.axes and data_axes:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
@@ -226,7 +223,7 @@ class MemoryEstimator:
         """Bytes per device of parameters, optimizer state and the EMA of the parameters."""
         layouts, config = self.layouts, self.run.config
         parameters, optimizer_state, ema = (np.zeros(len(layouts)) for _ in range(3))
-        for spec in self.run.model.parameters().values():
+        for spec in self.parameters:
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             optimizer_state += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
@@ -240,7 +237,7 @@ class MemoryEstimator:
         is_pipelined = layouts.stages > 1
         for kind in ("stored", "accumulated"):
             parameters, reduced_gradients, accumulators = (np.zeros(len(layouts)) for _ in range(3))
-            for spec in self.run.model.parameters().values():
+            for spec in self.parameters:
                 elements = layouts.shard_elements(spec, kind)
                 parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
                 reduced_gradients += elements * config.precision.reduction.itemsize

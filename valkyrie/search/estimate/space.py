@@ -1,15 +1,16 @@
 """Enumerates every layout of a model on a target: partition, mesh, placement, remat policy and microbatches.
 
 Mesh axes that appear in the same rules of a partition form a class. Only the product of their sizes matters, so the
-first axis of the class gets all of its devices. Other divisions are counted as duplicates and not enumerated.
+first axis of the class gets all of its devices. Other divisions are counted as duplicates and not enumerated. So are
+meshes under which a partition equals a simpler one, such as `1d_tp` if only its data axes are larger than 1.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,8 +22,16 @@ from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.axis_links import Placement, pareto_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
-from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
-from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, assign_roles, resolve_rules
+from valkyrie.parallel.mesh import MeshConfig, divisions, parse_mesh, resize_axis
+from valkyrie.parallel.partition import (
+    PartitionConfig,
+    PipelineSchedule,
+    RoleKind,
+    Rules,
+    assign_roles,
+    resolve_rules,
+    split_pattern,
+)
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, format_alternatives
@@ -35,8 +44,6 @@ MAX_ACCUMULATION_STEPS = 32
 """Largest number of microbatches to try without a pipeline, where more microbatches only save memory."""
 MAX_DEVICE_TOKENS = 2**20
 """Largest number of tokens per device of a searched batch. More would reduce the time per token by far less than 1%."""
-ROUNDS = (2, 4)
-"""Numbers of rounds to try under the circular schedule. Each stage has one block of layers per round."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +194,14 @@ def enumerate_layouts(
     spaces: list[LayoutSpace] = []
     partition_problems: list[list[Problem]] = []
     microbatch_options = _MicrobatchCounts(microbatches, tuple(device_batches), search_batch)
-    for target, partition in itertools.product(targets, partitions):
+    patterns = defaultdict[tuple[object, ...], set[tuple[object, ...]]](set)
+    simplest_first = sorted(partitions, key=lambda partition: len(_axis_classes(*_full_mesh_rules(run, partition, 1))))
+    for target, partition in itertools.product(targets, simplest_first):
         problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
         if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
-            spaces.append(_partition_space(run, target, partition, legal_policies, microbatch_options, mesh))
+            unnamed = replace(partition, name="", parameters={}, activations={}, default=[], roles={})
+            earlier = patterns[target.name, repr((unnamed, legal_policies))]
+            spaces.append(_partition_space(run, target, partition, legal_policies, microbatch_options, mesh, earlier))
         else:
             partition_problems.append([problem for _, problems in problems_by_policy for problem in problems])
             spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
@@ -199,29 +210,6 @@ def enumerate_layouts(
     groups = [group for space in spaces for group in space.groups]
     refused = sum((space.refused for space in spaces), Counter[Problem]())
     return LayoutSpace(groups, refused, sum(space.duplicates for space in spaces))
-
-
-def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield copies of a partition with each pipeline schedule and number of rounds, each with and without ZeRO-1.
-
-    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values, and ZeRO-1 is never turned off. A partition
-    without a pipeline always gets the schedule `gpipe` with one round.
-    """
-    gpipe, circular, current = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
-    pipelines = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
-    if not partition.parameters.get(LAYERS):
-        variants = [(gpipe, 1)]
-    elif {"schedule", "rounds"} <= {*fixed}:
-        variants = [current]
-    elif "schedule" in fixed:
-        variants = [current] * (current[1] > 1) + [pair for pair in pipelines if pair[0] is current[0]]
-    elif "rounds" in fixed:
-        variants = [pair for pair in pipelines if pair[1] == current[1]] or [(circular, current[1])]
-    else:
-        variants = [current, *pipelines]
-    zero1_values = [partition.zero1] if "zero1" in fixed or partition.zero1 else [False, True]
-    for (schedule, rounds), is_zero1 in itertools.product(dict.fromkeys(variants), zero1_values):
-        yield replace(partition, schedule=schedule, rounds=rounds, zero1=is_zero1)
 
 
 def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
@@ -273,11 +261,14 @@ def _partition_space(
     remats: Sequence[RematConfig],
     microbatch_options: _MicrobatchCounts,
     mesh: MeshConfig | None,
+    patterns: set[tuple[object, ...]],
 ) -> LayoutSpace:
-    """Enumerate the layouts of one partition on one target."""
-    slices, batch = target.slices, run.config.batch
-    full_mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
-    parameters, activations, _ = resolve_rules(partition, full_mesh, run.arrays.axes, known_axes())
+    """Enumerate the layouts of one partition on one target.
+
+    Leaves out meshes that split all arrays as in `patterns`, which are those of simpler partitions. Adds the others.
+    """
+    batch = run.config.batch
+    full_mesh, parameters, activations = _full_mesh_rules(run, partition, target.slices)
     batch_axes, layer_axes = activations[BATCH], parameters.get(LAYERS, ())
     axis_classes = _axis_classes(full_mesh, parameters, activations)
     refused, duplicates = Counter[Problem](), 0
@@ -289,13 +280,11 @@ def _partition_space(
         return LayoutSpace([], Counter({problem: len(remats)}), 0)
     else:
         meshes = [{axis: mesh.axes.get(axis, 1) for axis in full_mesh.axes}]
-    # Without a pipeline, every schedule equals gpipe. ZeRO-1 changes nothing if parameters are split over all data
-    # axes.
-    if partition.schedule is not PipelineSchedule.gpipe:
-        meshes = [m for m in meshes if any(m[axis] > 1 for axis in layer_axes)]
-    if partition.zero1:
-        free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
-        meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
+    effective_meshes = _effective_meshes(meshes, partition, parameters, activations)
+    mesh_by_pattern = {split_pattern(parameters, activations, sizes): sizes for sizes in effective_meshes}
+    duplicates += len(patterns & mesh_by_pattern.keys())
+    meshes = [sizes for pattern, sizes in mesh_by_pattern.items() if pattern not in patterns]
+    patterns.update(mesh_by_pattern)
     for device_batch in microbatch_options.device_batches if not microbatch_options.search_batch else ():
         batch_divisors = [device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes}) for m in meshes]
         code = ProblemCode.device_batch_not_divisible
@@ -344,6 +333,29 @@ def _partition_space(
         refused,
         duplicates,
     )
+
+
+def _effective_meshes(
+    meshes: Sequence[dict[str, int]], partition: PartitionConfig, parameters: Rules, activations: Rules
+) -> list[dict[str, int]]:
+    """Return the meshes under which the pipeline schedule and ZeRO-1 of a partition have an effect.
+
+    Without a pipeline, every schedule equals gpipe. ZeRO-1 changes nothing if parameters are split over all data axes.
+    """
+    if partition.schedule is not PipelineSchedule.gpipe:
+        layer_axes = parameters.get(LAYERS, ())
+        meshes = [m for m in meshes if any(m[axis] > 1 for axis in layer_axes)]
+    if partition.zero1:
+        free = [a for a in activations[BATCH] if not any(a in axes for axes in parameters.values())]
+        meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
+    return [*meshes]
+
+
+def _full_mesh_rules(run: Run, partition: PartitionConfig, slices: int) -> tuple[MeshConfig, Rules, Rules]:
+    """Return a mesh with all axes and with these slices, and the rules of a partition on it."""
+    full_mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
+    parameters, activations, _ = resolve_rules(partition, full_mesh, run.arrays.axes, known_axes())
+    return full_mesh, parameters, activations
 
 
 def _distinct_meshes(
@@ -402,17 +414,6 @@ def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> li
             )
             axis_classes.setdefault(rule_key, []).append(axis)
     return list(axis_classes.values())
-
-
-def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write n as an ordered product of `parts` factors, in lexicographic order."""
-    if parts < 2:
-        if parts == 1 or n == 1:
-            yield (n,) * parts
-        return
-    for factor in (d for d in range(1, n + 1) if n % d == 0):
-        for tail in divisions(n // factor, parts - 1):
-            yield (factor, *tail)
 
 
 def searched_batches(target: TargetConfig, seq: int) -> list[int]:
