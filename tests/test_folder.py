@@ -15,6 +15,7 @@ from helpers import assert_golden_message, compose_run
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.location import IDENTITY_FILE, POINTER_FILE, SAVED_FILE
 from valkyrie.checkpoint.tiers import Checkpoints
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import MODES
 from valkyrie.config.unread import replacement_notes
 from valkyrie.processes.locks import WRITER_FILE, write_lock
@@ -216,6 +217,8 @@ def test_a_run_name_is_a_single_folder_name(tmp_path: Path) -> None:
     assert choose_run_folder(compose_run(*arguments, "name=a")) == tmp_path / "a"
     with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
         choose_run_folder(compose_run(*arguments, "name=a/b"))
+    changed = parse_run(["model=gpt_tiny", *arguments[1:], "model.attention.heads=2", "model.attention.kv_heads=2"])
+    assert choose_run_folder(changed).name.startswith(f"{changed.model.name}_heads2_kv_heads2-{changed.layout.name}-")
 
 
 def test_a_resume_command_has_the_name_or_else_the_folder(monkeypatch: pytest.MonkeyPatch):

@@ -250,6 +250,7 @@ def test_mode_show_has_no_note_on_small_axes_or_a_rule_that_the_mesh_does_not_di
         ("microbatches=2", "per step"),
         ("microbatches=2 partition.sum_gradients_per=microbatch", "per microbatch"),
         ("microbatches=2 partition.sum_gradients_per=hybrid partition=data_model_fsdp", "over x once per step"),
+        ("microbatches=2 partition.sum_gradients_per=hybrid", "per device (estimate), as with"),
         ("microbatches=1", None),
         ("microbatches=2 partition=pp", "per step"),
     ],

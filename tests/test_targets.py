@@ -282,6 +282,16 @@ def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict
     assert problem.code in (ProblemCode.conflict, ProblemCode.topology) and phrase in str(problem)
 
 
+def test_gpus_that_make_many_small_nvlink_domains_are_refused_with_the_nearest_that_do_not():
+    (problem,) = parse_target("gb200-76").problems()
+    assert "target=gb200-72 " in problem.text and "target=gb200-80 " in problem.text
+    assert not any(parse_target(f"gb200-{chips}").problems() for chips in (4, 64, 72, 80, 108, 128, 144, 256, 512))
+    target = parse_target("gb200-76")
+    assert target.chip is not None and target.chip.gpu is not None
+    small = replace(target.chip.gpu, domain_hosts=1)
+    assert replace(target, chip=replace(target.chip, gpu=small)).problems() == []
+
+
 def test_an_explicit_topology_determines_chips_and_hosts():
     longer = replace(parse_target("v4-512"), topology="4x4x16")
     assert (longer.chips, longer.hosts, longer.problems()) == (256, 64, [])

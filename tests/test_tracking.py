@@ -223,6 +223,7 @@ def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_pat
     _, seconds, note = run_in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
     assert seconds < 20 and time.perf_counter() - start < 30
     assert "not start online" in note and "wandb sync" in note
+    assert [path.name for path in tmp_path.glob("wandb/offline-run-*")] == [Path(note.rpartition(" ")[2]).name]
     assert len(wandb_log(tmp_path)["history"]) == 1
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]

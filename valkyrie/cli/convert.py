@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     to_hf_parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     to_hf_parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
-    dtype_help = "dtype of the weights; default: that of the folder that from-hf converted, or else float32"
+    dtype_help = "dtype of the weights; default: that of the folder that from-hf converted, or else float32. "
+    dtype_help += "Selection biases of routers stay in float32"
     to_hf_parser.add_argument("--dtype", choices=dtypes, help=dtype_help)
     to_hf_parser.add_argument(
         "--file-gb",

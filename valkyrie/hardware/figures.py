@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
-from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.problems import Problem, ProblemCode, check_range, format_alternatives
 
 
 @dataclass
@@ -73,6 +74,32 @@ class GpuFigures:
         """Major and minor number of `capability`."""
         major, minor = self.capability.removesuffix("a").split(".")
         return int(major), int(minor)
+
+    def hosts_per_domain(self, hosts: int) -> int:
+        """Return the hosts of each NVLink domain of a slice. Domains are equal, so that this divides `hosts`."""
+        return max(n for n in range(1, self.domain_hosts + 1) if hosts % n == 0)
+
+    def domain_problems(self, target: str, chips: int, hosts: int) -> list[Problem]:
+        """Return a problem if equal domains are so small that a slice has over twice as many of them as it needs."""
+        if self._has_large_domains(hosts):
+            return []
+        per_host, domain_hosts, key = chips // hosts, self.hosts_per_domain(hosts), "target.chip.gpu.domain_hosts"
+        nearest = [
+            next(filter(self._has_large_domains, counts)) for counts in (range(hosts, 0, -1), itertools.count(hosts))
+        ]
+        names = [f"target={target.rpartition('-')[0]}-{n * per_host}" for n in nearest]
+        sizes = [f"domains of {self.hosts_per_domain(n) * per_host}" for n in nearest]
+        alternatives = [f"{name} ({size})" for name, size in zip(names, sizes, strict=True)]
+        text = (
+            f"target={target}: NVLink joins up to {self.domain_hosts} hosts of {per_host} GPUs into a domain. Domains "
+            f"are equal, so {hosts} hosts make {hosts // domain_hosts} domains of only {domain_hosts * per_host} GPUs. "
+            f"Use {format_alternatives(None, alternatives)}. If your domains are so small, set {key}={domain_hosts}."
+        )
+        return [Problem(ProblemCode.conflict, "target.chips", chips, text)]
+
+    def _has_large_domains(self, hosts: int) -> bool:
+        """Return whether hosts make at most twice as many equal domains as full ones would be enough for."""
+        return hosts // self.hosts_per_domain(hosts) <= 2 * -(-hosts // self.domain_hosts)
 
     def problems(self) -> list[Problem]:
         """Return a problem for each figure that is malformed or out of range. A figure may be missing (0 or empty)."""

@@ -232,8 +232,7 @@ class TargetConfig:
     @property
     def domain_hosts(self) -> int:
         """Hosts whose chips one switch joins. Domains are equal, so that this divides `hosts` (32 hosts: two of 16)."""
-        most = self.chip.gpu.domain_hosts if self.chip is not None and self.chip.gpu is not None else 1
-        return max(n for n in range(1, most + 1) if self.hosts % n == 0)
+        return 1 if self.chip is None or self.chip.gpu is None else self.chip.gpu.hosts_per_domain(self.hosts)
 
     def describe(self) -> str:
         """Return the name, with chips, topology and hosts if known: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
@@ -285,7 +284,7 @@ class TargetConfig:
             text = f"target.hosts={self.hosts} does not divide the {self.chips} chips. Use target.hosts={nearest}."
             return [Problem(ProblemCode.conflict, "target.hosts", self.hosts, text)]
         if self.topology is None:
-            return []
+            return chip.gpu.domain_problems(self.name, self.chips, self.hosts) if chip.gpu and self.chips else []
         if chip.ici_axes is None:
             return [self._no_torus_problem()]
         if "x" in self._size_in_name() and self._size_in_name() != self.topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -54,6 +55,9 @@ _UNREPORTED_SETTINGS |= {"data.cache_dir", "data.workers", "code_eval", "code_ev
 _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
 """Flags of Hydra that take their value from the next argument."""
+
+_MAX_CHANGES_LENGTH = 60
+"""Maximum length of the changed settings in the name of a run folder."""
 
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
 _PACKAGES += ("orbax-checkpoint", "grain", "numpy")
@@ -119,10 +123,10 @@ def _last_save_time(folder: Path) -> float:
 def choose_run_folder(run: Run, title: str | None = None) -> Path:
     """Return the run folder: the one that `resume` or `name` selects, or a new one.
 
-    A new folder is named `title` or, if that is None, after model, layout and time. Compiling or measuring a trained
-    run uses a separate folder next to it, so that the training's `run.yaml` is not overwritten. Raises ValueError if
-    the run to resume does not exist, if the folder contains files but is not a run folder, or if `name` has a slash
-    (`resume=latest` does not search nested folders).
+    A new folder is named `title` or, if that is None, after model, its changed settings, layout and time. Compiling or
+    measuring a trained run uses a separate folder next to it, so that the training's `run.yaml` is not overwritten.
+    Raises ValueError if the run to resume does not exist, if the folder contains files but is not a run folder, or if
+    `name` has a slash (`resume=latest` does not search nested folders).
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     uses_run_folder = mode == "train" or reads_run(mode)
@@ -150,7 +154,14 @@ def choose_run_folder(run: Run, title: str | None = None) -> Path:
                 "or delete the folder if a killed valkyrie-convert left it there."
             )
         return folder
-    title = title or f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if title is None:
+        changes = [
+            f"{key.rpartition('.')[2]}{value}"
+            for key, value in key_values(run.arguments).items()
+            if key.startswith("model.")
+        ]
+        changes_text = re.sub(r"[^\w.]+", "_", "-".join(["", *changes]))[:_MAX_CHANGES_LENGTH]
+        title = f"{run.model.name}{changes_text}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return unused_path(runs / title)
 
 

@@ -102,11 +102,12 @@ class WandbWriter:
     """Starts W&B runs in `folder/wandb`. A run that cannot start online starts offline, as do all later runs.
 
     `mode` is the mode of the next run. It becomes `off` if a run cannot start offline either. `note` describes the
-    failures of the last start, or is None.
+    failures of the last start, or is None. With `has_several_runs`, its command uploads all runs of the folder.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path) -> None:
+    def __init__(self, config: TrackingConfig, folder: Path, *, has_several_runs: bool = False) -> None:
         self.config, self.folder, self.mode = config, folder, resolve_mode(config.wandb)
+        self.has_several_runs = has_several_runs
         self.note: str | None = None
 
     def start(
@@ -138,7 +139,9 @@ class WandbWriter:
                 reason = " ".join(str(error).split())
                 notes.append(f"W&B did not start{online_note} ({type(error).__name__}: {reason})")
             else:
-                runs = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*"  # a quoted * would match no run
+                runs = shlex.quote(str(self.folder / "wandb" / Path(run.dir).parent.name))
+                if self.has_several_runs:  # a quoted * would match no run
+                    runs = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*"
                 advice = f"; the run is offline. To upload it later: wandb sync {runs}"
                 self.note = notes[0] + advice if notes else None
                 return run

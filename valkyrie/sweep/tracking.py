@@ -69,7 +69,7 @@ class SweepTracker:
     ) -> None:
         self._folder, self._sweep = folder, sweep
         self._say = say or (lambda line: print(line, file=sys.stderr))
-        self._writer = WandbWriter(config, folder)
+        self._writer = WandbWriter(config, folder, has_several_runs=True)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:

@@ -54,7 +54,9 @@ def show_run(run: Run, console: Console) -> None:
     if layout.pipeline is not None:
         console.print(f"pipeline: {layout.pipeline.describe()}", highlight=False)
     if gradients := accumulated_gradients(run):
-        console.print(f"gradients: {gradients.describe()}{_describe_gradient_choice(run)}", highlight=False)
+        console.print(
+            f"gradients: {gradients.describe()}{_describe_gradient_choice(run, gradients.summed_per)}", highlight=False
+        )
     if run.batch_note:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
@@ -71,9 +73,17 @@ def show_run(run: Run, console: Console) -> None:
     _print_remats(console, run, expected)
 
 
-def _describe_gradient_choice(run: Run) -> str:
-    """Return a clause with the chip by whose memory a step chooses how often to sum gradients, or "" if it is set."""
+def _describe_gradient_choice(run: Run, summed_per: SumGradientsPer) -> str:
+    """Return a clause with the chip by whose memory a step chooses how often to sum gradients.
+
+    If the setting is `hybrid` and has no effect, returns a clause with the reason. Returns "" for other settings.
+    """
     chip, partition = run.config.target.chip, run.layout.partition
+    if partition.sum_gradients_per is SumGradientsPer.hybrid and summed_per is not SumGradientsPer.hybrid:
+        return (
+            f", as with partition.sum_gradients_per={summed_per.value}: hybrid needs a mesh axis that splits the batch "
+            "but no parameter"
+        )
     if partition.sum_gradients_per is not SumGradientsPer.auto:
         return ""
     if chip is not None:
