@@ -139,6 +139,8 @@ def test_a_difference_within_the_prediction_error_is_pointed_out() -> None:
     first = replace_fields(prediction(), interval=interval)
     second = replace_fields(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
     assert "other way round" in compare_layouts(first, second).sentences[1]
+    first, second = (replace_fields(each, {"chip": "v5e"}, interval=interval) for each in (first, second))
+    assert "surer" in compare_layouts(first, second).sentences[1], "errors of one chip are shared"
 
 
 def test_different_batches_are_scaled_to_equal_tokens() -> None:

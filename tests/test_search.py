@@ -51,8 +51,9 @@ from valkyrie.search.baselines import (
     FSDP_BASELINE,
     PAPER_RULE,
     Baseline,
+    describe_other_parallelism,
     find_baselines,
-    find_expert_baseline,
+    find_other_parallelism,
     format_comparison,
 )
 from valkyrie.search.batches import add_batches, describe_batches, explain_batch
@@ -75,7 +76,7 @@ from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.estimate.times import COMPUTE_PARTS
 from valkyrie.search.folder import COMMANDS_FILE, lock_folder, request_digest, save_answer
 from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
-from valkyrie.search.remarks import collect_remarks, describe_choices, describe_intervals
+from valkyrie.search.remarks import collect_remarks, describe_choices, describe_costs, describe_intervals
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import describe_certainty, describe_ties, may_be_better
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
@@ -84,7 +85,7 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
-from valkyrie.units import duration_text, memory_text, number_text
+from valkyrie.units import duration_text, memory_text, number_text, percent_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -460,7 +461,7 @@ def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_f
     def timed(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         watch()
         clock[0] += seconds[len(compiler.plans)]
-        compiler.factor = 1.3 ** (len(compiler.plans) + 1)  # so that others may be faster
+        compiler.factor = 1.5 ** (len(compiler.plans) + 1)  # so that others may be faster
         return compiler(plan, watch)
 
     monkeypatch.setattr(compiling, "compile_trial", timed)
@@ -747,6 +748,7 @@ def test_baselines_are_for_one_slice() -> None:
     ("arguments", "expected"),
     [
         pytest.param(("target=v4-8", "batch=32", "partition=pp"), {}, marks=pytest.mark.slow),
+        (("target=v5e-1", "batch=32"), {}),
         (("target=v4-8", "batch=7", "partition=fsdp"), {FSDP_BASELINE: "no legal layout"}),
         (
             ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
@@ -762,20 +764,25 @@ def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
     assert {name: why for name, (_, why) in describe_baselines(*arguments).items()} == expected
 
 
-@pytest.mark.parametrize("model", ["moe_tiny", pytest.param("gpt_tiny", marks=pytest.mark.slow)])
-def test_the_best_layout_of_a_mixture_is_compared_with_expert_parallelism(model: str) -> None:
-    request = parse_request(parse_run(["mode=search", f"model={model}", "target=v5e-8", "batch=32"]))
-    ranking, target = rank(request.run, request.space()), request.targets[0]
-    layouts = {name: next(iter(ranking.for_partition(name)), None) for name in ("fsdp", "fsdp_ep")}
-    assert layouts["fsdp"] is not None
-    baseline = find_expert_baseline(ranking, target, layouts["fsdp"].candidate)
-    if model == "gpt_tiny":
-        assert baseline is None
-        return
-    assert baseline is not None and baseline.layout is not None and layouts["fsdp_ep"] is not None
-    assert baseline.layout.candidate.partition == "fsdp_ep"
-    assert int(baseline.layout.candidate.mesh.split("x")[2]) > 1, "experts are split over z"
-    assert find_expert_baseline(ranking, target, layouts["fsdp_ep"].candidate) is None
+def test_the_best_layout_is_compared_with_kinds_of_parallelism_that_it_does_not_use() -> None:
+    request = parse_request(parse_run(["mode=search", "model=moe_tiny", "target=v5e-8", "batch=32", "remat=full"]))
+    ranking = rank(request.run, request.space())
+    best = next(iter(ranking.for_partition("fsdp")))
+    pure = next(layout for layout in ranking.for_partition("fsdp_ep") if layout.candidate.mesh == "1x1x8")
+    found = find_other_parallelism(ranking, best.candidate)
+    kinds = {name: layout.run(request.run).layout.degrees for name, layout in found.items()}
+    assert len(found) == 4 and kinds["expert parallelism"]["EP"] > 1 < kinds["a pipeline"]["PP"]
+    assert [layout.step_s for layout in found.values()] == sorted(layout.step_s for layout in found.values())
+    fastest = min(found.values(), key=lambda layout: layout.step_s)
+    degrees = {layout.candidate: layout.run(request.run).layout.degrees for layout in ranking}
+    rivals = [
+        e for e in ranking if any(n > 1 and kind not in ("DP", "FSDP") for kind, n in degrees[e.candidate].items())
+    ]
+    assert fastest.step_s == min(layout.step_s for layout in rivals if layout.fits)
+    assert {*find_other_parallelism(ranking, pure.candidate)} == {*found} - {"expert parallelism"}
+    (line,) = describe_other_parallelism(ranking, CompiledLayouts(), make_answer_row(request, best))
+    ratios = [f"{layout.step_s / best.step_s:.2f} (mesh={layout.candidate.mesh} " for layout in found.values()]
+    assert all(ratio in line for ratio in ratios)
 
 
 def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
@@ -1157,6 +1164,37 @@ def test_a_budget_in_dollars_sets_the_steps_and_has_a_range(search: Callable[...
     assert "spot" in spot and " hours " in spot
 
 
+@pytest.mark.parametrize(("planned", "word"), [("mode.budget_usd=300", "fewer"), ("mode.tokens=1e9", "more")])
+def test_the_hours_and_tokens_of_more_chips_of_the_same_kind_are_compared(planned: str, word: str) -> None:
+    request = make_request("mode.targets=[v6e-8,v6e-16,v5e-8]", "partition=fsdp", planned)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    first, larger, other = (next(r for r in rows if r.candidate.target == t) for t in ("v6e-8", "v6e-16", "v5e-8"))
+    first = replace(first, stage=Stage.compile, compiled_ratios=(1.0, 1.0))
+    larger = larger.with_step_time(0.6 * first.step_s)
+
+    def compare(row: RankedLayout) -> str:
+        (line,) = [line for line in describe_costs(request, [first, other, row]) if "instead of #1" in line]
+        return line
+
+    line = compare(replace(larger, compiled_ratios=(0.9, 1.2)))
+    dearer = {low: 1.2 * low for low in (0.9, 1.0, 1.2)}
+    changes = [1 / ratio - 1 if word == "fewer" else ratio - 1 for ratio in dearer.values()]
+    assert line.startswith("#3 on v6e-16") and f"{percent_text(abs(changes[1]))} {word} " in line
+    assert all(percent_text(abs(change)) in line for change in changes) and " sure" in line and "unsure" not in line
+    assert "unsure" in compare(replace(larger, compiled_ratios=(0.8, 1.2))), "it may buy more tokens"
+    assert "once compiled" not in compare(replace(larger, stage=Stage.compile, compiled_ratios=(1.0, 1.0)))
+
+
+def test_only_compiled_rows_have_the_share_of_what_bounds_them() -> None:
+    request = make_request()
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 2)
+    answer = SearchAnswer([], "", 2, {}, 0, 0, "", MeasureReport(), rows, [])
+    assert all("%" in answer.describe_bottleneck(row) for row in rows)
+    replayed = replace(rows[0], bottleneck=replace(rows[0].bottleneck, is_replayed=True))
+    answer = replace(answer, best=[replayed, rows[1]])
+    assert ["%" in answer.describe_bottleneck(row) for row in answer.best] == [True, False]
+
+
 def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_compiles_one() -> None:
     request = make_request()
     rows = with_compile_commands(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6])
@@ -1172,7 +1210,8 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     equal, unsure = describe_ties(request, [compiled, replace(rows[1], stage=Stage.compile), *rows[2:]])
     assert "As fast" in equal and equal.endswith(": #2.") and ": #4, #6, #5." in unsure
     behind = replace(rows[2], stage=Stage.compile)
-    assert behind.low_s < compiled.high_s and describe_ties(request, [compiled, behind]) == [], "errors are shared"
+    (surer,) = describe_ties(request, [compiled, behind])
+    assert behind.low_s < compiled.high_s and "than #2" in surer and "surer" in surer, "errors are shared"
     faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
     assert faster.high_s < rows[0].step_s
     below, unsure = describe_ties(request, [compiled, *rows[2:3], faster, rows[1]])
@@ -1220,7 +1259,7 @@ def test_a_rival_on_another_slice_is_named_with_the_accuracy_of_both_and_what_se
     unknown = replace(compile_row("v4-8", 1.1), low_s=1.0, high_s=1.0)
     unknown = replace(unknown, low_s=unknown.step_s, high_s=unknown.step_s)
     unsure, *_ = describe_certainty(request, [compile_row("v6e-8", 1.0), unknown], "")
-    assert "unknown" in unsure
+    assert "unknown" in unsure and "20%" in unsure
 
 
 @pytest.mark.slow

@@ -290,7 +290,7 @@ class Answer:
                 mfu=row.mfu,
                 peak_bytes=row.memory,
                 usable_bytes=row.usable,
-                bound_by=str(row.bottleneck),
+                bound_by=self.record.describe_bottleneck(row),
                 dollars_per_million_tokens=row.usd_per_million_tokens,
                 hours=row.hours,
                 dollars=row.dollars,

@@ -189,7 +189,8 @@ def _bottleneck(layout: EstimatedLayout, compiled_layout: CompiledLayout | None)
     """
     usable = usable_hbm(layout.group.target.chip)
     seconds_by_resource: dict[str, float] = {}
-    if compiled_layout is not None and compiled_layout.trial.results.parts:
+    is_replayed = compiled_layout is not None and bool(compiled_layout.trial.results.parts)
+    if compiled_layout is not None and is_replayed:
         resource_seconds = [(_limiting_resource(part), part.seconds) for part in compiled_layout.trial.results.parts]
     else:
         resource_seconds = [(_ESTIMATED_BOTTLENECKS[name], seconds) for name, seconds in layout.parts.items()]
@@ -197,9 +198,11 @@ def _bottleneck(layout: EstimatedLayout, compiled_layout: CompiledLayout | None)
         seconds_by_resource[resource_name] = seconds_by_resource.get(resource_name, 0.0) + seconds
     resource, seconds = max(seconds_by_resource.items(), key=lambda item: item[1])
     peak = layout.peak_bytes if compiled_layout is None else compiled_layout.peak or layout.peak_bytes
-    return Bottleneck(
-        resource, seconds / sum(seconds_by_resource.values()), bool(usable and peak > NEAR_LIMIT_SHARE * usable)
+    share, is_near_limit = (
+        seconds / sum(seconds_by_resource.values()),
+        bool(usable and peak > NEAR_LIMIT_SHARE * usable),
     )
+    return Bottleneck(resource, share, is_near_limit, is_replayed)
 
 
 def _limiting_resource(part: StepPart) -> str:

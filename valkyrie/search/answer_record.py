@@ -28,15 +28,20 @@ class Stage(Enum):
 class Bottleneck:
     """The resource that takes the largest part of a step, and its share of the step from 0 to 1.
 
-    `near_memory_limit` is True if the peak exceeds the share `NEAR_LIMIT_SHARE` of the usable memory.
+    `near_memory_limit` is True if the peak exceeds the share `NEAR_LIMIT_SHARE` of the usable memory. `is_replayed` is
+    True if the share is that of a compiled step. An estimate counts more of a step as memory traffic, so its share is
+    not comparable with that of a compiled step.
     """
 
     resource: str
     share: float
     near_memory_limit: bool
+    is_replayed: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.resource} {100 * self.share:.0f}%" + (", near memory limit" if self.near_memory_limit else "")
+    def describe(self, *, has_share: bool) -> str:
+        """Return the resource, with its share if `has_share`: `compute 82%, near memory limit`."""
+        share = f" {100 * self.share:.0f}%" if has_share else ""
+        return f"{self.resource}{share}" + (", near memory limit" if self.near_memory_limit else "")
 
 
 @dataclass(frozen=True)
@@ -236,12 +241,18 @@ class SearchAnswer:
     schema: int = 1
     unknown: dict[str, Any] = field(default_factory=dict)
 
+    def describe_bottleneck(self, row: RankedLayout) -> str:
+        """Describe the bottleneck of a row. If some rows are compiled, only those have its share of the step."""
+        is_alone = not any(other.bottleneck.is_replayed for other in self.best)
+        return row.bottleneck.describe(has_share=row.bottleneck.is_replayed or is_alone)
+
 
 def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     """Return the columns of an answer's table.
 
     The slice appears only if several were requested, hours and dollars only for a requested number of tokens, and
-    tokens only for a requested budget. Spot prices appear with the dollars if one is known.
+    tokens only for a requested budget. Spot prices appear with the dollars if one is known. If some rows are compiled,
+    only those have the share of the bottleneck.
     """
     column, rows = Column[RankedLayout], answer.best
     longest_word = max((len(override) for row in rows for override in row.overrides[1:]), default=0)
@@ -269,6 +280,6 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         column("mfu", "MFU", "percent", lambda r: r.mfu, unknown_text="?"),
         *(cost if answer.tokens is not None else []),
         *([budget] if answer.budget_usd is not None else []),
-        column("bottleneck", "bound by", "text", lambda r: r.bottleneck, min_width=0),
+        column("bottleneck", "bound by", "text", answer.describe_bottleneck, min_width=0),
         column("stage", "source", "text", lambda r: r.stage.adjective, min_width=0),
     ]

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
+from valkyrie.parallel.candidates import Candidates
+from valkyrie.parallel.mesh import MeshConfig, parse_mesh
+from valkyrie.parallel.partition import Role, RoleKind, assign_roles
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
@@ -20,7 +25,14 @@ from valkyrie.units import duration_text
 
 PAPER_RULE = "The TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
 FSDP_BASELINE = "fsdp layout with the shortest estimate"
-EXPERT_BASELINE = "fsdp_ep layout with the shortest estimate"
+PARALLELISM = {
+    RoleKind.MP1: "tensor parallelism",
+    RoleKind.MP2: "tensor parallelism",
+    RoleKind.SP: "sequence parallelism",
+    RoleKind.PP: "a pipeline",
+    RoleKind.EP: "expert parallelism",
+}
+"""Kinds of parallelism other than data parallelism, by the role of the mesh axis."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +66,37 @@ def find_baselines(
                 PAPER_RULE, (layout for layout in target_ranking.for_partition("2d_tp") if _matches_torus(layout))
             )
         )
-    if "fsdp" in partitions and (best is None or best.partition != "fsdp"):
+    can_split = (target.devices or 1) > target.slices  # with one device per slice, `fsdp` is `dp`
+    if can_split and "fsdp" in partitions and (best is None or best.partition != "fsdp"):
         baselines.append(_make_baseline(FSDP_BASELINE, target_ranking.for_partition("fsdp")))
     return baselines
 
 
-def find_expert_baseline(ranking: Ranking, target: TargetConfig, best: Candidate) -> Baseline | None:
-    """Return the `fsdp_ep` layout with the shortest estimate, for comparison only: searches do not compile it.
+def find_other_parallelism(ranking: Ranking, best: Candidate) -> dict[str, EstimatedLayout]:
+    """Return the layout with the shortest estimate for each kind of parallelism that the best layout does not use.
 
-    Returns None if the best layout is one itself, or if none that splits experts is legal and fits.
+    Keys are the values of `PARALLELISM`. Leaves out kinds for which no layout of the ranking fits. The layouts are for
+    comparison only: searches do not compile them for it.
     """
-    if best.partition == "fsdp_ep":
-        return None
-    layouts = ranking.for_target(target.name).for_partition("fsdp_ep")
-    layout = next((layout for layout in layouts if layout.fits and _splits_experts(layout)), None)
-    return None if layout is None else Baseline(EXPERT_BASELINE, layout)
+    group = next(e.group.candidates for e in ranking.for_partition(best.partition).estimates)
+    used = {PARALLELISM.get(role.kind) for role in _assign_roles(group, parse_mesh(best.mesh)).values()}
+    fastest: dict[str, tuple[float, EstimatedLayout]] = {}
+    for e in ranking.estimates:
+        candidates = e.group.candidates
+        roles = _assign_roles(candidates, parse_mesh("2s2x2x2x2"))
+        for name in {PARALLELISM[role.kind] for role in roles.values() if role.kind in PARALLELISM} - used:
+            axes = [
+                axis for axis, role in roles.items() if PARALLELISM.get(role.kind) == name and axis in candidates.sizes
+            ]
+            seconds = np.where(e.fit_mask & (candidates.axes_size(axes) > 1), e.ranking_s, np.inf)
+            if seconds.min(initial=np.inf) < fastest.get(name, (np.inf,))[0]:
+                layout = EstimatedLayout(e.group, int(seconds.argmin()), e.remat, e.times, e.memory)
+                fastest[name] = float(seconds.min()), layout
+    return {name: layout for name, (_, layout) in sorted(fastest.items(), key=lambda item: item[1][0])}
 
 
-def _splits_experts(layout: EstimatedLayout) -> bool:
-    candidates = layout.group.candidates
-    axes = [m for logical in candidates.arrays.dispatched_axes for m in candidates.stored_axes(logical)]
-    return any(candidates.sizes[axis][layout.index] > 1 for axis in axes)
+def _assign_roles(candidates: Candidates, mesh: MeshConfig) -> dict[str, Role]:
+    return assign_roles(mesh, candidates.parameters, candidates.activations, candidates.arrays.dispatched_axes)
 
 
 def _make_baseline(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:
@@ -117,27 +139,55 @@ def format_comparison(
     if layout is None:
         return f"{name}: {baseline.missing_reason}"
     # With a searched batch, times are compared per token.
-    scale = (best.candidate.batch or 1) / (layout.batch or 1)
     as_long = "as long" if layout.batch is None else "as long per token"
     description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
+        slowdown = (best.candidate.batch or 1) / (layout.batch or 1) * measured_s / best.step_s
         return (
-            f"{name}: {duration_text(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times {as_long} "
-            f"as the best; {description}"
+            f"{name}: {duration_text(measured_s)} (measured), {slowdown:.2f} times {as_long} as the best; {description}"
         )
-    compiled = compiled_layouts.get(layout.candidate)
+    compiled, compiled_best = compiled_layouts.get(layout.candidate), compiled_layouts.get(best.candidate)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {description}: {compiled.trial.status.value.replace('_', ' ')}"
-    compiled_best = compiled_layouts.get(best.candidate)
-    best_s = None if compiled_best is None else compiled_best.step_s
-    baseline_s, predicted_best_s, source = layout.step_s, sum(best.parts_s.values()), "by estimate"
-    range_s = ()
-    if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        time, predicted_best_s = compiled_layouts.correct([layout])[0], best_s or best.step_s
-        baseline_s, range_s = time.step_s, (time.low_s, time.high_s) if best_s is not None else ()
+    layout_s, best_s, slowdown = _predict(layout, compiled_layouts, best)
+    source = "by estimate" if compiled is None or layout_s != compiled.step_s else "compiled step"
+    best_source = "estimated" if compiled_best is None or compiled_best.step_s is None else "compiled"
+    return (
+        f"{name}: {duration_text(layout_s)} ({source}), {slowdown} times {as_long} as the best "
+        f"({duration_text(best_s)} {best_source}); {description}"
+    )
+
+
+def _predict(
+    layout: EstimatedLayout, compiled_layouts: CompiledLayouts, best: RankedLayout
+) -> tuple[float, float, str]:
+    """Return the predicted step times of a layout and of the best one, and their ratio or its range as text.
+
+    The ratio is per token with a searched batch.
+    """
+    compiled, compiled_best = compiled_layouts.get(layout.candidate), compiled_layouts.get(best.candidate)
+    compiled_best_s = None if compiled_best is None else compiled_best.step_s
+    layout_s, best_s, range_s = layout.step_s, sum(best.parts_s.values()), ()
+    if compiled_best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
+        time, best_s = compiled_layouts.correct([layout])[0], compiled_best_s or best.step_s
+        layout_s, range_s = time.step_s, (time.low_s, time.high_s) if compiled_best_s is not None else ()
         if compiled is not None and compiled.step_s is not None:
-            baseline_s, source, range_s = compiled.step_s, "compiled step", ()
-    slowdown = " to ".join(f"{scale * seconds / predicted_best_s:.2f}" for seconds in range_s or [baseline_s])
-    best_source = "estimated" if best_s is None else "compiled"
-    best_text = f"the best ({duration_text(predicted_best_s)} {best_source})"
-    return f"{name}: {duration_text(baseline_s)} ({source}), {slowdown} times {as_long} as {best_text}; {description}"
+            layout_s, range_s = compiled.step_s, ()
+    scale = (best.candidate.batch or 1) / (layout.batch or 1)
+    return layout_s, best_s, " to ".join(f"{scale * seconds / best_s:.2f}" for seconds in range_s or [layout_s])
+
+
+def describe_other_parallelism(ranking: Ranking, compiled_layouts: CompiledLayouts, best: RankedLayout) -> list[str]:
+    """Return a line with the kinds of parallelism that the best layout does not use, and how much slower they are.
+
+    Each is represented by `find_other_parallelism`. Empty if the search has none.
+    """
+    texts = []
+    for name, layout in find_other_parallelism(ranking, best.candidate).items():
+        compiled = compiled_layouts.get(layout.candidate)
+        if compiled is None or compiled.step_s is not None:
+            mesh_partition = f"mesh={layout.candidate.mesh} partition={layout.candidate.partition}"
+            texts.append(f"{name} {_predict(layout, compiled_layouts, best)[2]} ({mesh_partition})")
+    as_long = "as long" if best.candidate.batch is None else "as long per token"
+    head = f"Times {as_long} as #1, for the shortest estimate with"
+    return [f"{head} {'; '.join(texts)}."] if texts else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from valkyrie.hardware.chips import describe_price
@@ -10,7 +11,7 @@ from valkyrie.models import LayeredModel
 from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
-from valkyrie.search.baselines import find_baselines, find_expert_baseline, format_comparison
+from valkyrie.search.baselines import describe_other_parallelism, find_baselines, format_comparison
 from valkyrie.search.batches import explain_batch
 from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
@@ -19,7 +20,7 @@ from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
 from valkyrie.search.shortlist import Shortlist, describe_chips
-from valkyrie.units import number_text
+from valkyrie.units import number_text, percent_text
 
 
 def collect_remarks(
@@ -44,19 +45,18 @@ def collect_remarks(
         if (count := len(compiled_layouts.layouts)) >= request.mode.compiles:
             text += f" Compile more: mode.compiles={max(6, 2 * count)}."
         elif "mode.budget" in compiled_layouts.stop_reason:
-            text += " Compile more: use a longer budget=."
+            text += " Compile more: use a longer mode.budget=."
         lines.append(text)
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
     target = target_slice(request, best)
     baselines = find_baselines(request, ranking, target, best.candidate)
-    if (expert_baseline := find_expert_baseline(ranking, target, best.candidate)) is not None:
-        baselines.append(expert_baseline)
     for baseline in baselines:
         if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
+    lines += describe_other_parallelism(ranking.for_target(target.name), compiled_layouts, best)
     if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
         unpadded = unpadded.scaled_to(best.step_s, best.memory)
         lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
@@ -94,7 +94,7 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
 
     The line has the hours and tokens that `budget_usd` pays for, and the hours and dollars of `tokens`, with their
     ranges. If the chip has a spot price, another line repeats them at this price. Chips without a price get no line.
-    Returns an empty list if neither setting is used.
+    Further lines compare numbers of chips of the same kind. Returns an empty list if neither setting is used.
     """
     lines, described_chips = list[str](), set[str]()
     if request.budget_usd is None and request.tokens is None:
@@ -108,7 +108,67 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
             hour_usd = compute_price(target, 3600.0, spot=is_spot)
             if hour_usd:
                 lines.append(f"#{place} on {target.name} at {_describe_cost(request, row, target, hour_usd, is_spot)}")
+    return [*lines, *_compare_slices(request, rows)]
+
+
+def _compare_slices(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line for each other number of chips of the same kind as those of the first row.
+
+    The line has the hours of both rows, how many more or fewer tokens the other one buys (or what `tokens` cost more or
+    less), and whether this sign is sure. The errors of compiled steps cancel, so that the range has only those of
+    estimates. Leaves out measured rows, whose errors do not cancel, and rows without a price.
+    """
+    best, lines = rows[0], list[str]()
+    best_target = target_slice(request, best)
+    compared = {describe_chips(best_target)}
+    for place, row in enumerate(rows, start=1):
+        target = target_slice(request, row)
+        chips = [each.chip.name if each.chip else None for each in (target, best_target)]
+        is_measured = Stage.measure in (best.stage, row.stage)
+        if None in chips or chips[0] != chips[1] or is_measured or describe_chips(target) in compared:
+            continue
+        compared.add(describe_chips(target))
+        if row.usd_per_million_tokens and best.usd_per_million_tokens:
+            lines.append(_compare_costs(request, best, row, place))
     return lines
+
+
+def _compare_costs(request: SearchRequest, best: RankedLayout, row: RankedLayout, place: int) -> str:
+    price = (row.usd_per_million_tokens or 0.0) / (best.usd_per_million_tokens or 1.0)
+    (best_low, best_high), (low, high) = best.compiled_ratios, row.compiled_ratios
+    prices = [  # errors of estimates on different numbers of chips are independent
+        price * math.exp(-math.hypot(math.log(low), math.log(best_high))),
+        price,
+        price * math.exp(math.hypot(math.log(high), math.log(best_low))),
+    ]
+    if request.budget_usd is not None:
+        changes, less, noun = [1 / each - 1 for each in reversed(prices)], "fewer", "tokens"
+    else:
+        changes, less, noun = [each - 1 for each in prices], "less", "dollars"
+
+    def describe(change: float) -> str:
+        return f"{percent_text(abs(change))} {less if change < 0 else 'more'}"
+
+    lowest, change, highest = changes
+    is_exact, is_sure = lowest == highest, lowest * highest > 0
+    span = "" if is_exact else f" ({describe(lowest)} to {describe(highest)} once compiled)"
+    slices = [target_slice(request, each) for each in (row, best)]
+    hours = [
+        number_text(_training_hours(request, each, target)) for each, target in zip((row, best), slices, strict=True)
+    ]
+    chip_name = slices[0].chip.name if slices[0].chip else ""
+    return (
+        f"#{place} on {slices[0].name} instead of #1: {hours[0]} hours instead of {hours[1]}, and {describe(change)} "
+        f"{noun}{span}. The error of predictions for {chip_name} is the same for both, so "
+        f"{'this order is sure' if is_sure else 'only the errors of estimates make this order unsure'}."
+    )
+
+
+def _training_hours(request: SearchRequest, row: RankedLayout, target: TargetConfig) -> float:
+    """Return the hours that `budget_usd` pays for or, without a budget, those that `tokens` take."""
+    if request.budget_usd is not None:
+        return request.budget_usd / (compute_price(target, 3600.0) or math.inf)
+    return row.hours or 0.0
 
 
 def _describe_cost(

@@ -10,7 +10,7 @@ from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.columns import FORMATS
 from valkyrie.search.answer import launch_command, layout_command
 from valkyrie.search.answer_record import RankedLayout, Stage
-from valkyrie.search.compile.correction import published_interval, published_runs_on
+from valkyrie.search.compile.correction import SHARED_ERRORS, published_interval, published_runs_on
 from valkyrie.search.local_devices import has_devices
 from valkyrie.search.remarks import target_slice
 from valkyrie.search.request import SearchRequest
@@ -22,6 +22,7 @@ MAX_NAMED_RIVALS = 3
 UNKNOWN_ERROR = 0.2
 """Relative error that is assumed for a row without an interval: the largest that is shown for chips without runs."""
 
+_UNKNOWN_TEXT = f"an error of {percent_text(UNKNOWN_ERROR)} is assumed for it"
 _Cost = Callable[[RankedLayout], float]
 
 
@@ -49,17 +50,20 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     """Return lines with the rows on the same chips that are as good as the first one, or may be better.
 
     Only times of the same source, compiled or measured, are called equal. Compiled rows on the same chips share their
-    errors, so overlapping intervals do not make their order unsure. The last lines have the estimated rows that are
-    probably below the time of the first row once compiled, and those that may be below it by more than `EQUAL_RATIO`
-    (`RankedLayout.compiled_ratios`).
+    errors, so overlapping intervals do not make their order unsure, and a line says so. The last lines have the
+    estimated rows that are probably below the time of the first row once compiled, and those that may be below it by
+    more than `EQUAL_RATIO` (`RankedLayout.compiled_ratios`).
     """
     best, cost, better = rows[0], _cost_function(request), _better(request)
-    tied, unsure, below = list[int](), list[int](), list[int]()
+    tied, unsure, below, behind = list[int](), list[int](), list[int](), list[int]()
     for place, row in _on_chips(request, rows, _chips(request, best)):
         relative_cost = cost(row) / cost(best)
         low, high = row.compiled_ratios
         if row.stage is not Stage.estimate:
-            tied += [place] if row.stage is best.stage and relative_cost <= EQUAL_RATIO else []
+            if row.stage is best.stage and relative_cost <= EQUAL_RATIO:
+                tied.append(place)
+            elif row.stage is best.stage is Stage.compile and _intervals_overlap(relative_cost, best, row):
+                behind.append(place)
         elif relative_cost * high < 1:
             below.append(place)
         elif relative_cost * low < 1 / EQUAL_RATIO:
@@ -67,6 +71,9 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
         lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
+    if behind:
+        text = f"Intervals overlap, but {SHARED_ERRORS}, so the order is surer than the intervals"
+        lines.append(f"#1 is {better} than {_name_rivals(behind)}. {text}.")
     strongest = sorted(unsure, key=lambda place: _log_distance(request, best, rows[place - 1]))
     for places, text in (
         (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
@@ -93,7 +100,11 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     place, rival, named = rivals[0], rows[rivals[0] - 1], rivals[:MAX_NAMED_RIVALS]
     text = format_alternatives(None, [_describe_row(rows[place - 1], place) for place in named])
     text += f" (and {count_text(len(rivals) - len(named), 'more slice')})" if len(rivals) > len(named) else ""
-    why = "their intervals overlap" if best.interval and rival.interval else "an interval is unknown"
+    why = (
+        "their intervals overlap"
+        if best.interval and rival.interval
+        else f"an interval is unknown, and {_UNKNOWN_TEXT}"
+    )
     lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}.", *accuracy]
     if best.stage is Stage.estimate:
         return lines
@@ -107,7 +118,7 @@ def _describe_worse_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     best, better, lines = rows[0], _better(request), []
     for shares_errors, why in (
         (False, "even at the slow end of its interval and their fast ends"),
-        (True, "although intervals may overlap: predictions for the same kind of chip are off by about the same ratio"),
+        (True, f"although intervals may overlap: {SHARED_ERRORS}"),
     ):
         worse = [place for place in places if _share_errors(request, best, rows[place - 1]) is shares_errors]
         names = [target_slice(request, rows[place - 1]).name for place in worse]
@@ -220,6 +231,12 @@ def may_be_better(request: SearchRequest, best: RankedLayout, row: RankedLayout)
     cost, shares_errors = _cost_function(request), _share_errors(request, best, row)
     low, high = _ends(row, shares_errors=shares_errors)[0], _ends(best, shares_errors=shares_errors)[1]
     return cost(row) * low < cost(best) * high
+
+
+def _intervals_overlap(relative_cost: float, best: RankedLayout, row: RankedLayout) -> bool:
+    """Return whether two rows have intervals that overlap. `relative_cost` is that of `row` relative to `best`."""
+    has_intervals = best.interval is not None and row.interval is not None
+    return has_intervals and relative_cost * row.low_s / row.step_s < best.high_s / best.step_s
 
 
 def _log_distance(request: SearchRequest, best: RankedLayout, row: RankedLayout) -> float:

@@ -26,6 +26,8 @@ from valkyrie.search.compile.prediction import StepInterval
 PUBLISHED_FILE = Path(__file__).with_name("published.json")
 MIN_RUNS = 4
 """Minimum number of runs with a known prediction error for an interval."""
+SHARED_ERRORS = "predictions for the same kind of chip are off by about the same ratio"
+"""Why the order of two layouts can be sure although their intervals overlap."""
 
 
 @dataclass(frozen=True)

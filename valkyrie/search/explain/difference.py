@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parts import PartKind, record_name, sum_seconds
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
+from valkyrie.search.compile.correction import SHARED_ERRORS
+from valkyrie.search.compile.prediction import (
+    CompileStatus,
+    PredictedStep,
+    Prediction,
+    short_cause,
+    short_source,
+)
 from valkyrie.units import count_text, decimal_bytes_text, duration_text, memory_text, percent_text
 
 LETTERS = ("A", "B")
@@ -329,8 +336,11 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
     lines = [text]
     slow_range, fast_range = slower.step.interval, faster.step.interval
     if slow_range and fast_range and slow_range.low * slower.step_s < fast_range.high * faster.step_s:
+        chips = [side.prediction.layout.chip for side in (faster, slower)]
         lines.append(
-            "The difference is within the intervals of the predictions, so the order may be the other way round."
+            f"Their intervals overlap, but {SHARED_ERRORS}, so the order is surer than the intervals."
+            if chips[0] == chips[1] and chips[0] is not None
+            else "The difference is within the intervals of the predictions, so the order may be the other way round."
         )
     if slower.step_s <= faster.step_s:
         return lines
