@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +14,6 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCostModel
 from valkyrie.machine.rows import gather_seconds, sort_seconds
-from valkyrie.ops.experts import expected_routed_share
 
 
 def splash_bundles(chip, kind):
@@ -222,11 +220,6 @@ ENTRY e {
     instructions, model = parse_module(text).instructions, OpCostModel(chip)
     assert model.cost(instructions["s"]).duration_s == pytest.approx(sort_seconds(8192.0, chip))
     assert model.cost(instructions["f"]).duration_s == pytest.approx(gather_seconds(8192.0, 256.0, 2, chip))
-
-
-def test_the_share_of_used_rows_is_higher_on_devices_with_few_experts():
-    assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 4)) == 1 / 4
-    assert expected_routed_share(8, 2, Mock(shard_count=lambda axis: 8)) == 2 / 8
 
 
 def test_seconds_of_sorts_and_gathers_are_those_of_compiled_loops_and_a_profile():

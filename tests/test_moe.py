@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from helpers import (
     small_overrides,
     small_run,
 )
-from valkyrie.axes import UNSHARDED, GatheredRows
+from valkyrie.axes import ROUTED_SHARE, UNSHARDED, GatheredRows
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.machine.rows import gather_seconds, sort_seconds
@@ -28,12 +30,16 @@ from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.layers import Boundaries
 from valkyrie.models.moe import Dispatch, MoE
+from valkyrie.models.moe_layer import MoELayer
 from valkyrie.ops import grouped
+from valkyrie.ops.capacity import count_rows, limit_counts, move_dropped_rows, rows_after_dropping
 from valkyrie.ops.choices import GroupScore, RouterScores
 from valkyrie.ops.experts import grouped_linear
 from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.ops.routing import route
 from valkyrie.parallel.candidates import Candidates
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.parallel.sharding import MeshShard
 from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.runs import estimate_runs
@@ -350,6 +356,22 @@ LAYOUTS += [
     ("sorted", "mesh=2x1x2", "partition=pp_fsdp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
 ]
 LAYOUTS += [("sorted", "mesh=2x2x2", "partition=sp", "optimizer=muon")]
+LIMITED_LAYOUTS = [
+    (dispatch, f"model.moe.capacity_factor={capacity_factor}", "optimizer.balance_rate=0.001", *overrides)
+    for dispatch in ("exchanged", "sorted")
+    for capacity_factor, overrides in (
+        (1.5, ["partition=fsdp_ep"]),
+        (3, ["mesh=1x1x8", "partition=fsdp_ep"]),
+        (2.5, ["partition=fsdp_ep", "partition.parameters.experts=[y,z]", "partition.activations.experts=[y,z]"]),
+        (1.5, ["partition=fsdp_ep", *EXPERTS_AND_MLP]),
+        (1.5, ["partition=fsdp_ep", "partition.activations.batch=[x,y]"]),
+        (2.5, ["partition=fsdp_ep", "partition.activations.batch=[x,y]", *EXPERTS_OVER_ALL]),
+        (1.8, ["mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full"]),
+        (1.5, ["partition=sp", "partition.parameters.experts=[z]", "partition.activations.experts=[z]"]),
+    )
+]
+"""Layouts in which a device has room for fewer rows than all tokens could need, but for those of these steps."""
+LAYOUTS += LIMITED_LAYOUTS
 MICROBATCHES = ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full")
 QUICK_LAYOUTS = [LAYOUTS[0], MICROBATCHES, LAYOUTS[6]]
 BALANCE_SETTINGS = ("model.moe.selection_bias=true", "model.moe.router=sigmoid", "optimizer.balance_rate=0.25")
@@ -363,8 +385,8 @@ def selection_biases(steps) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))
 def test_every_dispatch_takes_the_same_steps_under_every_layout(layout):
     dispatch, *overrides = layout
-    settings = [*BALANCE_SETTINGS, "model.moe.capacity_factor=1"]
-    settings += [override for override in overrides if override.startswith("optimizer=")]
+    settings = [*BALANCE_SETTINGS, *(["model.moe.capacity_factor=1"] if dispatch == "dense" else [])]
+    settings += [override for override in overrides if override.startswith("optimizer")]
     # On one device, `exchanged` is `sorted`.
     expected_settings = (*settings, f"model.moe.dispatch={'dense' if dispatch == 'dense' else 'sorted'}")
     expected = reference_steps("moe_tiny", *expected_settings)
@@ -381,6 +403,105 @@ def test_every_dispatch_takes_the_same_steps_under_every_layout(layout):
         np.testing.assert_array_equal(biases[name], value)
         assert value.shape == (run.model.layers, 8) and np.unique(value).size > 1
     assert expected_biases
+
+
+def keep_assignments(experts: np.ndarray, block: MoE, devices: int) -> np.ndarray:
+    """Return which assignments (batch, seq, top_k) fit into the buffers of devices that split batch and experts.
+
+    A buffer keeps the same share of each sender's rows for each expert, those of the first tokens.
+    """
+    sequences, kept = experts.reshape(devices, -1), np.zeros(experts.size, bool).reshape(devices, -1)
+    for first in range(0, block.experts, block.experts // devices):
+        rows = count_rows(experts.size // block.top_k, block.top_k, block.experts, devices, block.capacity_factor)
+        numbers = range(first, first + block.experts // devices)
+        groups = [np.flatnonzero(sequence == expert) for expert in numbers for sequence in sequences]
+        ends = np.cumsum([len(group) for group in groups]).astype(np.float32)
+        share = min(np.float32(rows) / max(ends[-1], np.float32(1)), np.float32(1))
+        kept_ends = np.where(ends == ends[-1], min(rows, ends[-1]), np.minimum(np.floor(ends * share), rows))
+        for i, (group, count) in enumerate(zip(groups, np.diff(kept_ends, prepend=0).astype(int), strict=True)):
+            kept[i % devices, group[:count]] = True
+    return kept.reshape(experts.shape)
+
+
+def apply_with_drops(devices):
+    """Return a replacement of `MoELayer._apply_sorted` on one device that drops what `devices` devices would drop."""
+
+    def apply(module, x, routing, shard):
+        mask = jax.ShapeDtypeStruct(routing.experts.shape, bool)
+        kept = jax.pure_callback(
+            lambda n: keep_assignments(np.asarray(n), module.block, devices), mask, routing.experts
+        )
+        weights = jnp.sum(jnp.where(kept, routing.weights, 0)[..., None] * routing.one_hot, axis=2)
+        up, gate, down = (getattr(module, name)[...] for name in ("up", "gate", "down"))
+        hidden = jax.nn.silu(jnp.einsum("bse,nem->bsnm", x, gate)) * jnp.einsum("bse,nem->bsnm", x, up)
+        y = jnp.einsum("bsnm,nem,bsn->bse", hidden, down, weights)
+        return y, 1 - jnp.mean(kept, axis=(1, 2), dtype=jnp.float32)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "devices", "capacity_factor", "kept"),
+    [("sorted", 1, 1e-6, 8), ("exchanged", 2, 0.5, 32), ("sorted", 2, 0.5, 32)],
+)
+def test_assignments_beyond_a_buffer_skip_their_experts(dispatch, devices, capacity_factor, kept, monkeypatch):
+    _, module, x = build(capacity_factor=capacity_factor, dispatch=Dispatch(dispatch))
+    run = small_run("moe_tiny", f"mesh=1x1x{devices}", "partition=fsdp_ep")
+    shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()))
+
+    def differentiate(module, x, shard):
+        def loss(module, x):
+            y, values = module(x, Boundaries(), shard)
+            return jnp.sum(jnp.sin(y) * jnp.arange(EMBED)), values["dropped"]
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(module, x)
+
+    (value, dropped), gradients = differentiate(module, x, shard)
+    monkeypatch.setattr(MoELayer, "_apply_sorted", apply_with_drops(devices))
+    (plain_value, plain_dropped), plain_gradients = differentiate(module, x, UNSHARDED)
+    np.testing.assert_allclose(dropped, plain_dropped, atol=1e-6)
+    np.testing.assert_allclose(dropped.mean(), 1 - kept / (2 * BATCH * SEQ), atol=1e-6)
+    np.testing.assert_allclose(value, plain_value, rtol=1e-5)
+    for array, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain_gradients), strict=True):
+        assert np.all(np.isfinite(array))
+        np.testing.assert_allclose(array, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["exchanged", "sorted"])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_steps_that_drop_assignments_equal_those_of_a_plain_calculation(dispatch, devices, monkeypatch):
+    settings = ("model.moe.capacity_factor=0.875", f"model.moe.dispatch={dispatch}")
+    state = randomize_zero_parameters(initial_state((*small_overrides("moe_tiny"), *settings)))
+    steps = run_two_steps(small_run("moe_tiny", *settings, f"mesh=1x1x{devices}", "partition=fsdp_ep"), state)
+    monkeypatch.setattr(MoELayer, "_apply_sorted", apply_with_drops(devices))
+    expected = run_two_steps(small_run("moe_tiny", *settings), state)
+    assert_same_steps(steps, expected)
+    for metrics, expected_metrics in zip(steps.metrics, expected.metrics, strict=True):
+        np.testing.assert_allclose(metrics["moe/dropped"], expected_metrics["moe/dropped"], rtol=1e-5)
+        assert metrics["moe/dropped"] > 0.05
+
+
+def test_a_buffer_keeps_the_same_share_of_the_rows_of_each_sender_and_expert():
+    random = np.random.default_rng(0)
+    for rows in (0, 1, 63, 150, 500):
+        counts = random.integers(0, 40, (4, 3))
+        kept = np.asarray(limit_counts(jnp.array(counts, jnp.int32), rows))
+        share = min(rows / counts.sum(), 1)
+        assert kept.sum() == min(rows, counts.sum()) and np.all(np.abs(kept - counts * share) <= 1)
+        groups, positions = (jnp.array(counts.reshape(-1)), jnp.array(kept.reshape(-1))), jnp.arange(500)
+        order = np.asarray(move_dropped_rows(positions, *groups))[: kept.sum()]
+        new, is_kept = (np.asarray(array)[: counts.sum()] for array in rows_after_dropping(positions, *groups))
+        np.testing.assert_array_equal(order, np.flatnonzero(is_kept))
+        np.testing.assert_array_equal(new[order], np.arange(kept.sum()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity_factor", "rows"),
+    [(4096, None, 8192), (4096, 1, 2048), (4096, 1.25, 2560), (2**20, 1.1, 577024), (16, 1.25, 16), (4096, 9, 8192)],
+)
+def test_limited_buffers_have_whole_tiles(tokens, capacity_factor, rows):
+    assert count_rows(tokens, 2, 8, 4, capacity_factor) == rows
 
 
 EXPERT_BIAS_LAYOUTS = [
@@ -433,15 +554,17 @@ def test_estimated_memory_of_sorted_experts_counts_the_rows_of_all_devices_along
     for dispatch in ("sorted", "exchanged"):  # a token uses an expert once, although it uses two
         one_each = saved("partition=fsdp_ep", "mesh=1x1x8", f"model.moe.dispatch={dispatch}")
         assert one_each["up"] == 4 * gathered["up"]
+        limited = ("partition=fsdp_ep", f"model.moe.dispatch={dispatch}", "model.moe.capacity_factor=1.25")
+        assert saved(*limited)["up"] == saved(*limited, "mesh=1x1x8")["up"] == 1.25 * gathered["up"]
 
 
 def test_estimated_products_of_a_dense_dispatch_count_the_capacity_and_its_masks():
     dense = ("model.moe.dispatch=dense", "partition=fsdp")
     sorted_s, all_s, half_s = (
-        estimate(*overrides) for overrides in (["partition=fsdp"], [*dense, "model.moe.capacity_factor=null"], [*dense])
+        estimate(*overrides) for overrides in (["partition=fsdp"], [*dense], [*dense, "model.moe.capacity_factor=1.25"])
     )
     assert all_s["products"] > 1.5 * half_s["products"] > 1.5 * sorted_s["products"]
-    work = step_work(parse_run(["mode=show", "model=moe_tiny", *dense]))
+    work = step_work(parse_run(["mode=show", "model=moe_tiny", *dense, "model.moe.capacity_factor=1.25"]))
     (mixing,) = [each for each in work.mixing if each.dispatched]
     assert mixing.dispatch == DispatchWork(mask_elements=8 * 40, sends_rows=True)  # 1.25 x 2/8 of 128 tokens
     assert {p.rows_per_token for p in work.products if p.stack[0]} == {2.5}
@@ -454,6 +577,35 @@ def test_estimates_multiply_the_rows_of_the_busiest_device():
     assert gathered[0] == gathered[1]
 
 
+def test_estimates_count_the_rows_of_limited_buffers_alone():
+    wide = ("partition=fsdp_ep", "mesh=1x1x8", "model.moe.experts=64", "model.moe.top_k=8", "batch=2048")
+    for dispatch in ("sorted", "exchanged"):
+        least, all_rows = (
+            estimate(*wide, f"model.moe.dispatch={dispatch}", f"model.moe.capacity_factor={n}") for n in (1, "null")
+        )
+        assert all_rows["moving"] > 2 * least["moving"] and all_rows["activations"] == least["activations"]
+        assert all_rows["products"] == pytest.approx(least["products"], rel=0.2)  # a kernel skips unused rows
+        on_gpus = [
+            estimate(*wide, "target=h100-8", f"model.moe.dispatch={dispatch}", f"model.moe.capacity_factor={n}")
+            for n in (1, "null")
+        ]
+        assert on_gpus[1]["products"] > 2 * on_gpus[0]["products"]  # loops multiply them
+
+
+@pytest.mark.parametrize("dispatch", ["sorted", "exchanged"])
+@pytest.mark.parametrize(
+    ("devices", "capacity_factor", "share"), [(1, 1.25, 1), (4, "null", 0.25), (8, "null", 0.25), (4, 1.25, 0.8)]
+)
+def test_programs_say_which_share_of_the_rows_is_used(dispatch, devices, capacity_factor, share):
+    settings = (f"model.moe.dispatch={dispatch}", f"model.moe.capacity_factor={capacity_factor}")
+    run = small_run("moe_tiny", *settings, f"mesh=1x1x{devices}", "partition=fsdp_ep")
+    shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()))
+    module = run.model.moe.build(BlockContext(EMBED, 1), numerics=FLOAT32, key=jax.random.key(1))
+    program = jax.jit(lambda x: module(x, Boundaries(), shard)[0]).lower(jnp.ones((8, 48, EMBED)))
+    shares = re.findall(f'{ROUTED_SHARE} = "([^"]*)"', program.as_text())
+    assert set(shares) == {f"{share:g}"}
+
+
 def test_an_imbalance_below_1_is_refused():
     arguments = ("mode=show", "model=moe_tiny", "target=v5e-8", "target.routing_imbalance=0.5")
     assert [problem.key for problem in parse_run(arguments).problems()] == ["target.routing_imbalance"]
@@ -461,7 +613,8 @@ def test_an_imbalance_below_1_is_refused():
 
 def test_estimates_include_sorts_and_gathers_of_rows():
     (mixing,) = [each for each in step_work(parse_run(["mode=show", "model=moe_tiny"])).mixing if each.dispatched]
-    assert mixing.dispatch == DispatchWork(rows=2, gathered_rows=GatheredRows("experts", 4))
+    sorted_rows = GatheredRows("experts", np.inf)
+    assert mixing.dispatch == DispatchWork(rows=2, gathered_rows=GatheredRows("experts", 4), sorted_rows=sorted_rows)
     exchanged = ("partition=fsdp_ep", "model.moe.dispatch=exchanged")
     assert estimate(*exchanged)["moving"] > estimate("partition=fsdp_ep")["moving"]
     assert estimate(*exchanged)["activations"] < estimate("partition=fsdp_ep")["activations"]

@@ -128,17 +128,19 @@ PARAMETER_GROUPS: dict[str, str] = {
 
 
 class GatheredRows(NamedTuple):
-    """Rows of matrices such as experts, if a device has those of the tokens of several devices.
+    """Rows of matrices such as experts, if a device has room for those of the tokens of several devices.
 
     Args:
-        axis: The dispatched axis (`Block.dispatches`). A device has the rows of all devices along the mesh axes that
-            split both it and the tokens.
+        axis: The dispatched axis (`Block.dispatches`). A device has room for the rows of all devices along the mesh
+            axes that split both it and the tokens.
         full_shards: Largest number of shards of the axis for which a device has room for all rows of a token. It is the
             number of matrices divided by those of a token: with more shards, a token cannot use all of them on one.
+        capacity: Room for rows, relative to their number if all matrices get equally many, or None for all rows.
     """
 
     axis: str
     full_shards: float
+    capacity: float | None = None
 
 
 @dataclass(frozen=True)

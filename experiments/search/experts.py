@@ -8,9 +8,9 @@ that experts are split over (1 is FSDP), or the shape of the experts. Times of a
 without optimizer, those of kind `relative` are quotients of published rates. `assumed` names what the source does not
 give. Nothing is fitted to these rows.
 
-The programs that were measured are not ours. Under expert parallelism, Valkyrie drops no tokens and keeps buffers with
-room for the assignments of all tokens in a group of devices; the measured programs have buffers of about the mean load.
-So there are two estimates: of our program, and of one whose buffers hold 1.25 times the mean load.
+By default, Valkyrie drops no tokens. Under expert parallelism, its devices have room for the assignments of all tokens
+of their group. The measured programs have buffers of about the mean load. So there are two estimates: without a limit,
+and with `model.moe.capacity_factor=1.25`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -29,25 +29,22 @@ from rich.table import Table
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.search.estimate.efficiency import chip_efficiency
-from valkyrie.search.estimate.network import collective_model
-from valkyrie.search.estimate.runs import stack_runs
-from valkyrie.search.estimate.times import StepEstimator
-from valkyrie.search.estimate.work import StepWork, step_work
+from valkyrie.search.estimate.runs import estimate_runs
 
 ROWS_FILE = Path(__file__).with_name("measured_experts.csv")
-CAPACITY = 1.25
-"""Rows of a buffer of the compact program, relative to the mean load."""
+CAPACITY_FACTOR = 1.25
+"""`model.moe.capacity_factor` of the second estimate."""
 MIN_DIFFERENCE = 0.02
 """Pairs whose measured times differ by less have no order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement: its line in the table, its seconds, and estimates of our program and with compact buffers."""
+    """A measurement: its line in the table, its seconds, and estimates without and with a limit of the buffers."""
 
     line: dict[str, str]
     measured_s: float
-    ours_s: float
+    dropless_s: float
     compact_s: float
 
     @property
@@ -81,48 +78,22 @@ def main() -> None:
 
 
 def estimate_row(line: dict[str, str]) -> Row:
-    """Return a line of the table with both estimates of its seconds."""
-    run = parse_run(
-        [
-            *line["settings"].split(),
-            *line["layout"].split(),
-            f"target={line['target']}",
-            f"model.moe.dispatch={line['dispatch']}",
-            "mode=show",
-            "model.tokenizer=bytes",
-        ]
-    )
-    ours_s, compact_s = (estimate(run, work, line["kind"]) for work in (step_work(run), compact_work(run)))
-    return Row(line, float(line["measured_s"]), ours_s, compact_s)
+    """Return a line of the table with the estimated seconds of both programs."""
+    settings = [*line["settings"].split(), *line["layout"].split(), "mode=show", "model.tokenizer=bytes"]
+    settings += [f"target={line['target']}", f"model.moe.dispatch={line['dispatch']}"]
+    dropless, compact = (parse_run([*settings, f"model.moe.capacity_factor={n}"]) for n in ("null", CAPACITY_FACTOR))
+    return Row(line, float(line["measured_s"]), estimate(dropless, line["kind"]), estimate(compact, line["kind"]))
 
 
-def estimate(run: Run, work: StepWork, kind: str) -> float:
+def estimate(run: Run, kind: str) -> float:
     """Return the estimated seconds of a step, or without the optimizer if `kind` is `layer`."""
     chip = run.config.target.chip
     assert chip is not None
-    efficiency = chip_efficiency(chip)
-    estimator = StepEstimator(work, stack_runs([run]), chip, efficiency, collective_model(chip, efficiency))
-    times = estimator.estimate(run.config.remat)
-    return float(times.step_s[0] - (times.parts["optimizer"][0] if kind == "layer" else 0.0))
+    parts = estimate_runs([run], chip_efficiency(chip))[0]
+    return parts["step"] - (parts["optimizer"] if kind == "layer" else 0.0)
 
 
-def compact_work(run: Run) -> StepWork:
-    """Return the work of a step whose buffers of rows hold `CAPACITY` times the mean load of a device."""
-    work, layouts = step_work(run), stack_runs([run])
-    copies = max(layouts.row_copies(each.dispatch.gathered_rows)[0] for each in work.mixing)
-    factor = min(CAPACITY / copies, 1.0)
-    mixing = [
-        replace(each, dispatch=each.dispatch._replace(rows=each.dispatch.rows * factor)) if each.dispatched else each
-        for each in work.mixing
-    ]
-    activations = [
-        (replace(activation, count=activation.count * factor) if activation.gathered_rows else activation, count)
-        for activation, count in work.activations
-    ]
-    return replace(work, mixing=tuple(mixing), activations=tuple(activations))
-
-
-ESTIMATES = {"our program": lambda row: row.ours_s, "compact buffers": lambda row: row.compact_s}
+ESTIMATES = {"no limit": lambda row: row.dropless_s, "capacity_factor 1.25": lambda row: row.compact_s}
 """The estimates by name, each as a function of a row."""
 GUESSES = {
     "always FSDP": lambda row: row.experts_over,

@@ -41,11 +41,11 @@ class Dispatch(Enum):
     """How tokens reach their experts.
 
     `dense`: Products with one-hot masks copy the tokens of a sequence into a buffer of equal capacity per expert
-    (GShard, arXiv 2006.16668). Tokens beyond the capacity skip the experts.
+    (GShard, arXiv 2006.16668).
 
     `sorted`: Devices sort their tokens by expert, and multiply each group by the matrices of its expert (MegaBlocks,
-    arXiv 2211.15841). No token skips an expert. If experts and tokens are split over the same mesh axis, devices gather
-    the tokens of all devices along it and apply their own experts, and the results are reduce-scattered.
+    arXiv 2211.15841). If experts and tokens are split over the same mesh axis, devices gather the tokens of all devices
+    along it and apply their own experts, and the results are reduce-scattered.
 
     `exchanged`: Like `sorted`, but along such an axis, ragged all-to-alls send each token only to the devices of its
     experts, once per expert. This sends less if the axis is longer than `top_k`.
@@ -85,8 +85,12 @@ class MoE(Block):
         scale_inputs: Multiply the input of a token's expert by the weight, instead of its output (Llama 4). Needs
             `top_k=1`.
         dispatch: How tokens reach their experts.
-        capacity_factor: Capacity of an expert under `dispatch=dense`, relative to its share of the tokens of a sequence
-            if all experts get equally many; null: capacity for all tokens.
+        capacity_factor: Size of buffers, relative to the tokens in them if all experts get equally many. Tokens beyond
+            a buffer skip the expert: only the residual stream and their other experts remain. null: buffers have room
+            for all tokens. `dense` has a buffer per expert and sequence, which makes null expensive. `sorted` and
+            `exchanged` have one per device, for all its experts and the tokens of all devices that send to it. Which
+            tokens skip depends on the mesh then, and on tokens of other sequences. Values of at least 1 change nothing
+            if experts are not split over devices.
         balance_weight: Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961).
         balance_over: Tokens over which that loss counts loads.
         z_weight: Weight of the squared log-sum-exp of the router logits (ST-MoE, arXiv 2202.08906).
@@ -107,7 +111,7 @@ class MoE(Block):
     routed_scaling: float = 1.0
     scale_inputs: bool = False
     dispatch: Dispatch = Dispatch.sorted
-    capacity_factor: float | None = 1.25
+    capacity_factor: float | None = None
     balance_weight: float = 0.01
     balance_over: LoadSpan = LoadSpan.sequence
     z_weight: float = 0.001
@@ -126,7 +130,7 @@ class MoE(Block):
         `balance`: E * sum of (share of assignments x mean probability) over the E experts; 1 if balanced.
         `z`: Mean squared log-sum-exp of the router logits.
         `max_load`: Assignments to the busiest expert, divided by the mean over experts.
-        `dropped`: Share of assignments beyond the capacity.
+        `dropped`: Share of assignments beyond the capacity, which the experts skip.
         `entropy`: Mean entropy of a token's router probabilities, in nats.
         `bias`: Largest absolute selection bias, if there are any. Its weight makes their gradients the loads.
         """
@@ -228,13 +232,21 @@ class MoE(Block):
 
     @property
     def _gathered_rows(self) -> GatheredRows | None:
-        return None if self.dispatch is Dispatch.dense else GatheredRows(EXPERTS, self.experts / self.top_k)
+        if self.dispatch is Dispatch.dense:
+            return None
+        return GatheredRows(EXPERTS, self.experts / self.top_k, self.capacity_factor)
 
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
         if self.dispatch is not Dispatch.dense:
             is_exchanged = self.dispatch is Dispatch.exchanged
-            sent_rows = self.top_k if is_exchanged else 0
-            return DispatchWork(self.top_k, sent_rows, gathered_rows=self._gathered_rows, sends_rows=is_exchanged)
+            return DispatchWork(
+                self.top_k,
+                self.top_k if is_exchanged else 0,
+                gathered_rows=self._gathered_rows,
+                # Under `sorted`, devices sort the assignments of all tokens that they gather.
+                sorted_rows=None if is_exchanged else GatheredRows(EXPERTS, math.inf),
+                sends_rows=is_exchanged,
+            )
         return DispatchWork(mask_elements=self.experts * self.capacity(seq), sends_rows=True)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:

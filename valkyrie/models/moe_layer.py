@@ -17,6 +17,7 @@ from valkyrie.models.block import BlockContext
 from valkyrie.models.feed_forward_layer import activate
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, add_bias, normal, parameter, project
 from valkyrie.models.moe import Dispatch, LoadSpan, MoE
+from valkyrie.ops.capacity import is_limited
 from valkyrie.ops.exchange import combine_exchanged, dispatch_exchanged, plan_exchange
 from valkyrie.ops.experts import (
     add_grouped_bias,
@@ -25,11 +26,11 @@ from valkyrie.ops.experts import (
     dispatch_dense,
     dispatch_mask,
     dispatch_sorted,
-    expected_routed_share,
     grouped_linear,
     sort_assignments,
     token_expert_axes,
 )
+from valkyrie.ops.limited import combine_limited, dispatch_limited, plan_limited
 from valkyrie.ops.linear import FLOAT32, Numerics, gather_in_float32
 from valkyrie.ops.routing import Routing, route
 
@@ -85,7 +86,7 @@ class MoELayer(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         """Return the weighted sum of the outputs of each token's experts, and the share of dropped assignments."""
         if self.block.dispatch is not Dispatch.dense:
-            return self._apply_sorted(x, routing, shard), jnp.zeros(x.shape[0])
+            return self._apply_sorted(x, routing, shard)
         mask = dispatch_mask(routing.one_hot, self.block.capacity(x.shape[1]))
         # The first constraint keeps the tokens on their devices, the second one is an all-to-all. With only the second,
         # XLA may gather the tokens of all devices instead.
@@ -102,15 +103,12 @@ class MoELayer(nnx.Module):
 
     def _apply_sorted(
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
-    ) -> Float[Array, "batch seq embed"]:
+    ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         embed, top_k = InUse("embed"), self.block.top_k
-        forms: tuple[Callable[..., Any], ...] = sort_assignments, dispatch_sorted, combine_sorted
-        if self.block.dispatch is Dispatch.exchanged and token_expert_axes(shard):
-            forms = plan_exchange, dispatch_exchanged, combine_exchanged
-        plan, dispatch, combine = forms
-        rows: Any = plan(routing.experts, self.block.experts, shard)
+        rows, kept, dispatch, combine = self._plan_rows(routing, shard)
         inputs = dispatch(x.astype(self.numerics.compute), rows, top_k, embed, shard)
-        routed_share = expected_routed_share(self.block.experts, top_k, shard)
+        # All devices together use one row per assignment that is not dropped.
+        routed_share = min(routing.experts.size / inputs.shape[0], 1.0)
 
         def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:
             w, is_down = getattr(self, name), name == "down"
@@ -126,7 +124,23 @@ class MoELayer(nnx.Module):
                 return add_grouped_bias(product, bias[...], rows.group_sizes, axes=axes, shard=shard)
 
         hidden = activate(self.block.kind, *(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
-        return combine(multiply(hidden, "down"), rows, routing.weights, embed, shard)
+        y = combine(multiply(hidden, "down"), rows, routing.weights, embed, shard)
+        dropped = jnp.zeros(x.shape[0]) if kept is None else 1 - kept / (x.shape[1] * top_k)
+        return y, dropped
+
+    def _plan_rows(
+        self, routing: Routing, shard: Shard
+    ) -> tuple[Any, Float[Array, " batch"] | None, Callable[..., Array], Callable[..., Array]]:
+        """Return the rows of the experts, the kept assignments of each sequence, and functions to fill and add rows.
+
+        The second result is None if no assignment can be dropped.
+        """
+        block, chosen = self.block, (routing.experts, self.block.experts)
+        if block.dispatch is Dispatch.exchanged and token_expert_axes(shard):
+            return *plan_exchange(*chosen, block.capacity_factor, shard), dispatch_exchanged, combine_exchanged
+        if is_limited(block.top_k, block.experts, shard.shard_count(InUse(EXPERTS)), block.capacity_factor):
+            return *plan_limited(*chosen, block.capacity_factor, shard), dispatch_limited, combine_limited
+        return sort_assignments(*chosen, shard), None, dispatch_sorted, combine_sorted
 
     def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
         """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""

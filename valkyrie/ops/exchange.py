@@ -1,8 +1,9 @@
 """Dispatch of tokens to experts by ragged all-to-alls: each device sends a token only to the devices of its experts.
 
 Devices sort their assignments of tokens to experts by device and expert, send the rows, and sort those that they
-receive by expert. No token is dropped: the buffer of received rows has room for the assignments of all tokens to one
-device.
+receive by expert. The buffer of received rows has room for the assignments of all tokens to one device, or for
+`capacity_factor` times the mean load. Then senders drop what a receiver cannot hold (`valkyrie.ops.capacity`): every
+device knows how many rows each one sends to each expert.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.axes import BATCH, EXPERTS, ROUTED_SHARE, SEQ, InUse, Shard
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.ops.capacity import count_rows, is_limited, limit_counts, move_dropped_rows, rows_after_dropping
 from valkyrie.ops.experts import (
     ROWS,
     add_over_experts,
-    count_rows,
     other_expert_axes,
     permute_rows,
+    sum_over_sequences,
     take_tokens,
     token_expert_axes,
 )
@@ -34,8 +36,9 @@ class ExchangedRows(NamedTuple):
 
     Args:
         order: For each sent row, the index of its assignment, numbered by token and then by choice.
-        inverse: For each assignment, its row.
-        is_sent: Whether an assignment is to an expert of the devices that this one exchanges rows with.
+        inverse: For each assignment, its row. Those that are not sent may have none.
+        is_sent: Whether an assignment is to an expert of the devices that this one exchanges rows with, and not
+            dropped.
         received_order: For each row of the device's experts, its index among the received rows.
         received_inverse: For each received row, its row.
         sizes: Rows that each device of the group sends to each.
@@ -55,10 +58,18 @@ _PLAN_AXES = ((ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS,), (ROWS, None, None), (
 """Logical axes of the arrays of `ExchangedRows`."""
 
 
-def plan_exchange(experts: Int[Array, "batch seq top_k"], count: int, shard: Shard) -> ExchangedRows:
-    """Plan the exchange of rows of `count` experts between the devices that split both experts and tokens."""
+def plan_exchange(
+    experts: Int[Array, "batch seq top_k"], count: int, capacity_factor: float | None, shard: Shard
+) -> tuple[ExchangedRows, Float[Array, " batch"] | None]:
+    """Plan the exchange of rows of `count` experts between the devices that split both experts and tokens.
+
+    `capacity_factor` limits the received rows (`count_rows`). Also returns the number of assignments of each sequence
+    that are not dropped, or None if none is dropped.
+    """
     axes, expert_axes = token_expert_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
-    local_count = count // shard.shard_count(InUse(EXPERTS))
+    shards = shard.shard_count(InUse(EXPERTS))
+    local_count = count // shards
+    drops = is_limited(experts.shape[-1], count, shards, capacity_factor)
 
     def plan(experts: Array) -> list[Array]:
         members, top_k = jax.lax.axis_size(axes), experts.shape[-1]
@@ -71,21 +82,31 @@ def plan_exchange(experts: Int[Array, "batch seq top_k"], count: int, shard: Sha
             else:
                 is_sent = is_sent & (coordinate == jax.lax.axis_index(axis))
         keys = jnp.where(is_sent, receiver * local_count + experts.reshape(-1) % local_count, members * local_count)
-        order = jnp.argsort(keys, stable=True)
+        order, is_sent = jnp.argsort(keys, stable=True), jnp.broadcast_to(is_sent, keys.shape)
+        inverse = jnp.argsort(order)
         sent = jnp.sum(keys[:, None] == jnp.arange(members * local_count), axis=0, dtype=jnp.int32)
         counts = jax.lax.all_gather(sent, axes).reshape(members, members, local_count)
-        received = counts[:, jax.lax.axis_index(axes)].reshape(-1)
-        row_count = count_rows(members * (len(keys) // top_k), top_k, local_count)
+        row_count = count_rows(members * (len(keys) // top_k), top_k, count, shards, capacity_factor)
+        kept_counts = jax.vmap(partial(limit_counts, rows=row_count), 1, 1)(counts) if drops else counts
+        if drops:
+            kept = kept_counts[jax.lax.axis_index(axes)].reshape(-1)
+            order = move_dropped_rows(order, sent, kept)
+            inverse, is_kept = rows_after_dropping(inverse, sent, kept)
+            is_sent = is_sent & is_kept
+        received = kept_counts[:, jax.lax.axis_index(axes)].reshape(-1)
         # Received rows are ordered by sender, then by expert. Those of the last group are empty.
         groups = jnp.sum(jnp.arange(row_count)[:, None] >= jnp.cumsum(received), axis=1)
         experts_of_rows = jnp.where(groups < len(received), groups % local_count, local_count)
         received_order = jnp.argsort(experts_of_rows, stable=True)
         group_sizes = received.reshape(members, local_count).sum(0)
-        is_sent = jnp.broadcast_to(is_sent, keys.shape)
-        permutations = [order, jnp.argsort(order), is_sent, received_order, jnp.argsort(received_order)]
-        return [*permutations, counts.sum(-1)[None], group_sizes[None]]
+        permutations = [order, inverse, is_sent, received_order, jnp.argsort(received_order)]
+        arrays = [*permutations, kept_counts.sum(-1)[None], group_sizes[None]]
+        kept_rows = jnp.sum(is_sent.reshape(experts.shape), axis=(1, 2), dtype=jnp.float32)
+        return [*arrays, sum_over_sequences(kept_rows, shard)] if drops else arrays
 
-    return ExchangedRows(*shard.map(plan, ((BATCH, SEQ, None),), list(_PLAN_AXES), check_vma=True)(experts))
+    out_axes = [*_PLAN_AXES, (BATCH,)] if drops else [*_PLAN_AXES]
+    arrays = shard.map(plan, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts)
+    return ExchangedRows(*arrays[: len(_PLAN_AXES)]), arrays[-1] if drops else None
 
 
 def dispatch_exchanged(
@@ -95,15 +116,16 @@ def dispatch_exchanged(
 
     `axis` is the logical axis of their channels.
     """
-    send, other_axes = partial(_exchange, token_expert_axes(shard), shard.backend), other_expert_axes(shard)
+    axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
     def dispatch(x: Array, *arrays: Array) -> Array:
         order, inverse, is_sent, received_order, received_inverse, sizes, _ = arrays
+        transfer = _Transfer(axes, shard.backend, len(order) / (jax.lax.axis_size(other_axes) if other_axes else 1))
         tokens = x.reshape(-1, x.shape[-1])
         if other_axes:
             tokens = jax.lax.pcast(tokens, other_axes, to="varying")
         sent = take_tokens(tokens, order, inverse, is_sent, top_k)
-        return permute_rows(send(len(received_order), sent, sizes[0]), received_order, received_inverse)
+        return permute_rows(_exchange(transfer, len(received_order), sent, sizes[0]), received_order, received_inverse)
 
     return shard.map(dispatch, ((BATCH, SEQ, axis), *_PLAN_AXES), (ROWS, axis), check_vma=True)(x, *rows)
 
@@ -116,12 +138,13 @@ def combine_exchanged(
     shard: Shard,
 ) -> Float[Array, "batch seq embed"]:
     """Send outputs back, and return the weighted sum of those of each token's experts, in the dtype of `outputs`."""
-    send, other_axes = partial(_exchange, token_expert_axes(shard), shard.backend), other_expert_axes(shard)
+    axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
     def combine(outputs: Array, weights: Array, *arrays: Array) -> Array:
         order, inverse, is_sent, received_order, received_inverse, sizes, _ = arrays
+        transfer = _Transfer(axes, shard.backend, len(order) / (jax.lax.axis_size(other_axes) if other_axes else 1))
         received = permute_rows(outputs, received_inverse, received_order)
-        assignments = permute_rows(send(len(order), received, sizes[0].T), inverse, order)
+        assignments = permute_rows(_exchange(transfer, len(order), received, sizes[0].T), inverse, order)
         y = add_over_experts(assignments, is_sent, weights.reshape(-1, weights.shape[-1]), other_axes)
         return y.astype(outputs.dtype).reshape(*weights.shape[:2], -1)
 
@@ -129,20 +152,29 @@ def combine_exchanged(
     return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, weights, *rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+class _Transfer(NamedTuple):
+    """Mesh axes and platform of an exchange, and the rows that a device sends and receives if routing is balanced."""
+
+    axes: tuple[str, ...]
+    backend: str | None
+    mean_rows: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _exchange(
-    axes: tuple[str, ...], backend: str | None, count: int, x: Float[Array, "rows embed"], sizes: Int[Array, "n n"]
+    transfer: _Transfer, count: int, x: Float[Array, "rows embed"], sizes: Int[Array, "n n"]
 ) -> Float[Array, "count embed"]:
     """Send `sizes[i, j]` rows from each device i to each device j. They are ordered by receiver, then by sender.
 
     Its gradient sends rows back. CPUs have no ragged all-to-all: they gather all rows instead.
     """
+    axes, backend, mean_rows = transfer
     me = jax.lax.axis_index(axes)
     sent_starts, received_starts = jnp.cumsum(sizes, 1) - sizes, jnp.cumsum(sizes, 0) - sizes
     if not get_platform(jax.default_backend() if backend is None else backend).runs_on_host:
         output = vary_like(jnp.zeros((count, x.shape[1]), x.dtype), x, sizes)
         offsets = sent_starts[me], sizes[me], received_starts[me], sizes[:, me]
-        with set_xla_metadata(**{ROUTED_SHARE: f"{min(count / len(x), 1):.6g}"}):
+        with set_xla_metadata(**{ROUTED_SHARE: f"{min(mean_rows / len(x), 1):.6g}"}):
             return jax.lax.ragged_all_to_all(x, output, *offsets, axis_name=axes)
     rows = jnp.arange(count)
     sender = jnp.minimum(jnp.sum(rows[:, None] >= jnp.cumsum(sizes[:, me]), axis=1), len(sizes) - 1)
@@ -151,17 +183,13 @@ def _exchange(
     return jnp.where((rows < sizes[:, me].sum())[:, None], received, 0)
 
 
-def _exchange_forward(
-    axes: tuple[str, ...], backend: str | None, count: int, x: Array, sizes: Array
-) -> tuple[Array, tuple[int, Array]]:
-    return _exchange(axes, backend, count, x, sizes), (len(x), sizes)
+def _exchange_forward(transfer: _Transfer, count: int, x: Array, sizes: Array) -> tuple[Array, tuple[int, Array]]:
+    return _exchange(transfer, count, x, sizes), (len(x), sizes)
 
 
-def _exchange_backward(
-    axes: tuple[str, ...], backend: str | None, count: int, residuals: tuple[int, Array], g: Array
-) -> tuple[Array, None]:
+def _exchange_backward(transfer: _Transfer, count: int, residuals: tuple[int, Array], g: Array) -> tuple[Array, None]:
     sent_count, sizes = residuals
-    return _exchange(axes, backend, sent_count, g, sizes.T), None
+    return _exchange(transfer, sent_count, g, sizes.T), None
 
 
 _exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
+from valkyrie.ops.capacity import count_rows
 from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
 from valkyrie.ops.linear import Numerics, gather_in_float32
 from valkyrie.ops.routing import Routing
@@ -49,17 +50,6 @@ def combine_dense(
     return jnp.einsum("bsnc,nbce->bse", weights.astype(outputs.dtype), outputs)
 
 
-def count_rows(tokens: int, top_k: int, local_experts: int) -> int:
-    """Return the rows of a device with `local_experts` experts, if each token uses as many of them as it can."""
-    return tokens * min(top_k, local_experts)
-
-
-def expected_routed_share(experts: int, top_k: int, shard: Shard) -> float:
-    """Return the share of a device's rows that are in a group, if all experts get equally many assignments."""
-    shards = shard.shard_count(InUse(EXPERTS))
-    return top_k / (shards * count_rows(1, top_k, experts // shards))
-
-
 class SortedRows(NamedTuple):
     """Assignments of the tokens on a device to experts, sorted by expert.
 
@@ -87,10 +77,11 @@ ROWS = (BATCH, SEQ, InUse(EXPERTS))
 def sort_assignments(experts: Int[Array, "batch seq top_k"], count: int, shard: Shard) -> SortedRows:
     """Sort the assignments of tokens to `count` experts by expert, on each device."""
     gathered_axes, expert_axes = token_expert_axes(shard), shard.activation_mesh_axes(InUse(EXPERTS))
-    local_count = count // shard.shard_count(InUse(EXPERTS))
+    shards = shard.shard_count(InUse(EXPERTS))
+    local_count = count // shards
 
     def sort(experts: Array) -> list[Array]:
-        assigned = _gather(experts.reshape(-1), gathered_axes)
+        assigned = gather_over(gathered_axes, experts.reshape(-1))
         if expert_axes:
             assigned = assigned - local_count * jax.lax.axis_index(expert_axes)
         is_local = (assigned >= 0) & (assigned < local_count)
@@ -98,7 +89,7 @@ def sort_assignments(experts: Int[Array, "batch seq top_k"], count: int, shard: 
         order = jnp.argsort(assigned, stable=True)
         group_sizes = jnp.sum(assigned[:, None] == jnp.arange(local_count), axis=0, dtype=jnp.int32)
         top_k = experts.shape[-1]
-        rows = count_rows(len(assigned) // top_k, top_k, local_count)
+        rows = count_rows(len(assigned) // top_k, top_k, count, shards)
         return [order[:rows], jnp.argsort(order), is_local, group_sizes[None]]
 
     out_axes = [(ROWS,), (ROWS,), (ROWS,), (ROWS, None)]
@@ -115,7 +106,7 @@ def dispatch_sorted(
     gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
     def take(x: Array, order: Array, inverse: Array, is_local: Array) -> Array:
-        tokens = _gather(x.reshape(-1, x.shape[-1]), gathered_axes)
+        tokens = gather_over(gathered_axes, x.reshape(-1, x.shape[-1]))
         if other_axes:
             tokens = jax.lax.pcast(tokens, other_axes, to="varying")
         return take_tokens(tokens, order, inverse, is_local, top_k)
@@ -139,12 +130,10 @@ def combine_sorted(
 
     def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, weights: Array) -> Array:
         batch, seq, top_k = weights.shape
-        gathered_weights = _gather(weights.reshape(-1, top_k), gathered_axes)
+        gathered_weights = gather_over(gathered_axes, weights.reshape(-1, top_k))
         assignments = permute_rows(outputs, inverse, order)
         y = add_over_experts(assignments, is_local, gathered_weights, other_axes).astype(outputs.dtype)
-        if gathered_axes:
-            y = jax.lax.psum_scatter(y, gathered_axes, scatter_dimension=0, tiled=True)
-        return y.reshape(batch, seq, -1)
+        return scatter_sums(gathered_axes, y).reshape(batch, seq, -1)
 
     in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS,), (BATCH, SEQ, None))
     combined = shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)
@@ -283,8 +272,20 @@ def other_expert_axes(shard: Shard) -> tuple[str, ...]:
     return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m not in token_axes)
 
 
-def _gather(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+def gather_over(mesh_axes: tuple[str, ...], x: Shaped[Array, "n ..."]) -> Shaped[Array, "gathered ..."]:
+    """Concatenate the arrays of all devices along some mesh axes."""
     return jax.lax.all_gather(x, mesh_axes, tiled=True) if mesh_axes else x
+
+
+def scatter_sums(mesh_axes: tuple[str, ...], x: Float[Array, "gathered ..."]) -> Float[Array, "n ..."]:
+    """Sum arrays over some mesh axes, and return the part of this device. The opposite of `gather_over`."""
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0, tiled=True) if mesh_axes else x
+
+
+def sum_over_sequences(counts: Float[Array, " batch"], shard: Shard) -> Float[Array, " batch"]:
+    """Sum counts per sequence over the devices with other positions of it, and over those with other experts."""
+    axes = (*shard.activation_mesh_axes(SEQ), *other_expert_axes(shard))
+    return jax.lax.psum(counts, axes) if axes else counts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

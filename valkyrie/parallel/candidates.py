@@ -197,8 +197,9 @@ class Candidates:
         if rows is None:
             return np.ones(len(self))
         axes = self.stored_axes(rows.axis)
-        members = self.axes_size(tuple(m for m in axes if m in self.data_axes))
-        return members * np.minimum(1.0, rows.full_shards / self.axes_size(axes))
+        members, shards = self.axes_size(tuple(m for m in axes if m in self.data_axes)), self.axes_size(axes)
+        capacity = np.inf if rows.capacity is None else rows.capacity
+        return members * np.minimum(np.minimum(1.0, rows.full_shards / shards), capacity / shards)
 
     def _reserved_axes(self, spec: Parameter) -> frozenset[str]:
         """Return the mesh axes that split a parameter's dispatched axis, and so no other (`reserve_dispatched`)."""

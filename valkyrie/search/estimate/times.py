@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.models.block import SavedActivation, padding_ratio
@@ -159,13 +160,14 @@ class StepEstimator:
         return count / self.layouts.count_parts(axis, "used", count)
 
     def _local_rows(self, product: Product) -> np.ndarray:
-        """Return the rows that a device multiplies in a microbatch: the busiest device, for matrices of a stack."""
-        layouts = self.layouts
-        axes = layouts.used_axes(product.stack[0])
-        rows = self.local_tokens * product.rows_per_token
-        rows = rows / layouts.axes_size(tuple(m for m in axes if m not in layouts.data_axes))
-        is_routed = (layouts.axes_size(axes) > 1) & (product.gathered_rows is not None)
-        return rows * np.where(is_routed, self.work.run.config.target.routing_imbalance, 1.0)
+        """Return the rows that the busiest device multiplies in a microbatch. Without a kernel, loops multiply all."""
+        layouts, rows = self.layouts, self.local_tokens * product.rows_per_token
+        most_rows = rows * layouts.row_copies(product.gathered_rows)
+        if product.gathered_rows is not None and not get_platform(self.chip.platform).runs_pallas_tpu:
+            return most_rows
+        rows = rows / layouts.axes_size([m for m in layouts.used_axes(product.stack[0]) if m not in layouts.data_axes])
+        imbalance = 1.0 if product.gathered_rows is None else self.work.run.config.target.routing_imbalance
+        return np.minimum(imbalance * rows, most_rows)
 
     def _matmul_seconds(
         self, rows: np.ndarray, k: np.ndarray, n: np.ndarray, matrices: np.ndarray | float = 1.0
@@ -245,7 +247,8 @@ class StepEstimator:
                 sent_rows = np.where(is_sent, work.sent_rows, 0.0)
                 rows = self.local_tokens * (work.rows * layouts.row_copies(work.gathered_rows) + sent_rows)
                 gather_s = gather_seconds(rows, width, self.work.itemsize, self.chip)
-                sort_s = sort_seconds(rows, self.chip)
+                all_rows = work.rows * self.local_tokens * layouts.row_copies(work.sorted_rows)
+                sort_s = sort_seconds(all_rows if work.sorted_rows else rows, self.chip)
                 seconds += mixing.count * (2 * forward_passes * (gather_s + sort_s) + 2 * gather_s)
             mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
             mask_s = mask_flops / (self.peak_flops * e.products) / _tile_utilisation(width, e.tile)
