@@ -25,7 +25,9 @@ from valkyrie.ops.attention import (
     GlobalTokens,
     attention,
     attention_step,
+    attention_within_chunks,
     choose_implementation,
+    chunk_segments,
     cudnn,
     init_cache,
     sharded_attention,
@@ -212,6 +214,47 @@ def test_sinks_over_a_sharded_sequence_and_sharded_heads_equal_those_of_one_devi
     ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
     expected = run_attention(AttentionImpl.dense, q, k, v, tokens, window=window, ids=ids, sinks=SINKS)
     assert_close(ours, expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("chunk_length", mark_slow_except([7, 10, 20, 50], [10]))
+def test_attention_within_chunks_equals_that_of_segments(chunk_length):
+    """Chunks of 10 divide a shard of 20 positions, those of 20 are a shard, and those of 50 exceed the sequence."""
+    q, k, v, documents, _ = make_inputs(40, batch=2, segments=True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("s",), axis_types=(AxisType.Auto,))
+
+    def run(ids, axis_names):
+        @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True)
+        def f(q, k, v, sinks):
+            def attend(q, k, v, sinks, ids):
+                options = {"segment_ids": ids, "sinks": sinks, "axis_names": axis_names, "chunk": 8}
+                return attention_within_chunks(q, k, v, chunk_length=chunk_length, **options)
+
+            specs = (*[P(None, "s")] * 3, P(), None if ids is None else P(None, "s"))
+            if axis_names:
+                attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(None, "s"))
+            out = attend(q, k, v, sinks, None if ids is None else chunk_segments(ids, chunk_length))
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.jit(f)(q, k, v, SINKS)
+        return [out, *grads]
+
+    starts = np.array([[np.flatnonzero(row == i)[0] for i in row] for row in np.asarray(documents)])
+    chunks_of_documents = np.asarray(documents) * 40 + (np.arange(40) - starts) // chunk_length
+    chunks = np.broadcast_to(np.arange(40) // chunk_length, (2, 40))
+    for ids, expected_ids in ((documents, chunks_of_documents), (None, chunks)):
+        options = {"window": None, "ids": jnp.asarray(expected_ids), "sinks": SINKS}
+        expected = run_attention(AttentionImpl.dense, q, k, v, None, **options)
+        for axis_names in ((), ("s",)):
+            assert_close(run(ids, axis_names), expected)
+
+    def step(cache, x):
+        out, cache = attention_step(*x, cache, sinks=SINKS, is_chunked=True)
+        return cache, out
+
+    inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v))
+    _, rows = jax.lax.scan(step, init_cache(2, 2, 8, window=chunk_length, max_len=40), inputs)
+    parallel = attention_within_chunks(q, k, v, chunk_length=chunk_length, sinks=SINKS)
+    np.testing.assert_allclose(jnp.moveaxis(rows, 0, 1), parallel, atol=2e-6)
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])

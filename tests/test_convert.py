@@ -35,7 +35,7 @@ from valkyrie.trees import override_text
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
-CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "deepseek_v2"]
+CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "llama4", "deepseek_v2"]
 CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
 VOCAB = 300
 YARN = ["model=deepseek_tiny", "model.attention.yarn.factor=4", "model.attention.yarn.mscale_all_dim=0"]
@@ -552,6 +552,11 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
         (["model=deepseek_tiny", "model.moe.biases=true"], "model.moe.biases=true"),
         (["model=deepseek_tiny", "model.moe.shared_experts=0"], "model.moe.shared_experts=0"),
         (["model=gpt_oss_tiny", "model.moe.biases=false"], "model.moe.biases=false"),
+        (["model=llama4_tiny", "model.moe.shared_experts=2"], "model.moe.shared_experts=2"),
+        (["model=llama4_tiny", "model.attention.window_kind=sliding"], "model.attention.window_kind=sliding"),
+        (["model=llama4_tiny", "model.attention.windows=[8,16]"], "model.attention.windows=[8, 16]"),
+        (["model=llama4_tiny", "model.attention.qk_norm_scale=true"], "model.attention.qk_norm_scale=true"),
+        (["model=llama_7b", "model.attention.rope_layers=[true,false]"], "model.attention.rope_layers="),
         (["model=gpt_oss_tiny", "model.attention.yarn.mscale_all_dim=1"], "yarn.mscale_all_dim=1"),
         (["model=moe_tiny", "model.moe.normalize=true", "model.attention.yarn.factor=2"], "attention.yarn.factor=2"),
         ([*YARN, "model.attention.yarn.mscale=0.7"], "model.attention.yarn.mscale=0.7"),
@@ -604,6 +609,8 @@ def test_an_exported_model_is_rebuilt_from_its_config(settings):
         ["model=deepseek_v2_lite"],
         ["model=deepseek_v3"],
         ["model=gpt_oss_20b"],
+        ["model=llama4_scout"],
+        ["model=llama4_tiny", "model.feed_forward_pattern=[feed_forward,moe]", "model.attention.temperature_slope=0"],
         ["model=gpt_oss_120b", "model.attention.bias=none", "model.attention.windows=[null]"],
         ["model=deepseek_tiny", "model.attention.yarn.factor=1", "model.moe.shared_experts=2"],
         YARN,
@@ -630,6 +637,9 @@ def test_an_exported_mixture_is_rebuilt_from_its_config(overrides):
         ("deepseek_v2_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_parameters"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+        ("llama4", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
@@ -655,6 +665,12 @@ def test_keys_that_a_gpt_oss_omits_have_the_defaults_of_transformers():
     keys += ("rope_theta", "attention_bias", "head_dim", "num_key_value_heads")
     settings = model_settings({key: value for key, value in config.items() if key not in keys})
     assert settings == model_settings(config)
+
+
+def test_keys_that_a_llama4_omits_have_the_defaults_of_transformers():
+    config, keys = json.loads(str(GOLDEN["llama4_config"])), ("layer_types", "no_rope_layers", "moe_layers")
+    keys += ("use_qk_norm", "attn_temperature_tuning", "attn_scale")
+    assert model_settings({key: value for key, value in config.items() if key not in keys}) == model_settings(config)
 
 
 def test_modules_for_further_tokens_are_left_out(tmp_path):

@@ -83,6 +83,18 @@ GPT_OSS = EXPERTS | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key} | {"truncate": False},
 }
+LLAMA4 = EXPERTS | {
+    "head_dim": 16,
+    "num_hidden_layers": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 24,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "pad_token_id": None,
+    "rope_parameters": STRETCHED | {"high_freq_factor": 1.0},
+}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
@@ -96,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", OLMOE),
     "qwen3_moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "llama4": ("Llama4", LLAMA4),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK),
     "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": 20, "rope_parameters": YARN}),
     "deepseek_v2_groups": (
@@ -126,7 +139,7 @@ def run_model(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     The logits are those of random weights on random tokens. `kind` is the prefix of the model's classes.
     """
-    config = getattr(transformers, f"{kind}Config")(**settings)
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Llama4" else f"{kind}Config")(**settings)
     model_class = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from valkyrie.convert.names import (
     GPT_OSS_TENSORS,
     LATENT_ATTENTION,
     LAYER_TENSORS,
+    LLAMA4_TENSORS,
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
     SELECTION_BIAS,
@@ -25,7 +26,8 @@ from valkyrie.ops.choices import Bias, NormSpan
 
 _DEFAULT_ONLY = ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern")
 _DEFAULT_ONLY += tuple(f"attention.{key}" for key in ("causal", "global_tokens", "soft_cap", "dilations", "sinks"))
-_DEFAULT_ONLY += ("attention.yarn.factor",)
+_DEFAULT_ONLY += ("attention.yarn.factor", "attention.window_kind", "attention.rope_layers")
+_DEFAULT_ONLY += ("attention.temperature_slope",)
 _GPT2_DEFAULT_ONLY = (*_DEFAULT_ONLY, *(f"attention.{key}" for key in ("windows", "rope_theta", "qk_norm", "bias")))
 
 
@@ -53,6 +55,7 @@ class Architecture:
         bias: Attention projections that always have a bias.
         biases_key: Key that adds a bias to all attention projections if true, or None if there is no such key.
         qk_norm: Channels that the norms of queries and keys average over, or None if there are no such norms.
+        qk_norm_scale: Whether these norms have a learned scale.
         has_sinks: Whether attention has sinks.
         windows: Layers that can have a sliding window.
         has_window_switch: Whether `use_sliding_window` turns windows on.
@@ -84,6 +87,7 @@ class Architecture:
     bias: Bias = Bias.none
     biases_key: str | None = None
     qk_norm: NormSpan | None = None
+    qk_norm_scale: bool = True
     has_sinks: bool = False
     windows: Windows = Windows.none
     has_window_switch: bool = False
@@ -193,7 +197,11 @@ _GPT_OSS_DEFAULT_ONLY = tuple(
     if setting not in ("block_pattern", "attention.sinks", "attention.yarn.factor", "moe.biases")
 )
 
-MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS = (
+_LLAMA4_DEFAULT_ONLY = tuple(f"attention.{key}" for key in ("causal", "soft_cap", "sinks", "yarn.factor"))
+_LLAMA4_DEFAULT_ONLY += ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "moe.normalize")
+_LLAMA4_DEFAULT_ONLY += ("moe.selection_bias", "moe.groups", "moe.routed_scaling", "moe.biases")
+
+MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS, LLAMA4 = (
     Architecture(
         "MixtralForCausalLM",
         "mixtral",
@@ -261,6 +269,31 @@ MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS = (
         default_values={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
         default_only_settings=_GPT_OSS_DEFAULT_ONLY,
         layer_tensors=LAYER_TENSORS | GPT_OSS_TENSORS,
+    ),
+    Architecture(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        family="moe",
+        qk_norm=NormSpan.head,
+        qk_norm_scale=False,
+        biases_key="attention_bias",
+        size_keys=_MOE_SIZES | {"mlp": "intermediate_size_mlp", "moe.experts": "num_local_experts"},
+        normalize_key="norm_topk_prob",
+        epsilon_entry=("rms_norm_eps", 1e-5),
+        rope_theta=500000.0,
+        fixed_values={"num_experts_per_tok": 1, "norm_topk_prob": False},
+        default_values={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+        },
+        default_only_settings=_LLAMA4_DEFAULT_ONLY,
+        layer_tensors=LAYER_TENSORS | LLAMA4_TENSORS,
     ),
 )
 _DEEPSEEK_SIZES = {
@@ -337,6 +370,7 @@ ARCHITECTURES = {
         OLMOE,
         QWEN3_MOE,
         GPT_OSS,
+        LLAMA4,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
     )

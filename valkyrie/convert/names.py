@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,6 +99,25 @@ GPT_OSS_TENSORS |= {
     for name in _GATE_UP_BIAS
 }
 """Tensor names of the sinks and experts of gpt-oss."""
+
+_LLAMA4_MLP = "model.layers.{}.feed_forward"
+LLAMA4_TENSORS = {
+    "moe.router": TensorLocation(f"{_LLAMA4_MLP}.router.weight", transposed=True),
+    "moe.down": TensorLocation(f"{_LLAMA4_MLP}.experts.down_proj", transposed=True, stacked=True),
+}
+LLAMA4_TENSORS |= {
+    name: TensorLocation(f"{_LLAMA4_MLP}.experts.gate_up_proj", stacked=True, parts=_GATE_UP) for name in _GATE_UP
+}
+LLAMA4_TENSORS |= {
+    f"{prefix}{name}": TensorLocation(f"{_LLAMA4_MLP}.{module}{name}_proj.weight", transposed=name != "down")
+    for prefix, module in (("moe.shared_", "shared_expert."), ("feed_forward.", ""))
+    for name in ("up", "gate", "down")
+}
+LLAMA4_TENSORS |= {
+    name: replace(LAYER_TENSORS[name], pairs=name.removesuffix("_bias"))
+    for name in (f"mixer.local.{kind}{suffix}" for kind in ("query", "key") for suffix in ("", "_bias"))
+}
+"""Tensor names of the feed-forwards of Llama 4, and its queries and keys, whose channels are in pairs."""
 
 _SELF_ATTENTION, _ROPE_KEY = "model.layers.{}.self_attn", "mixer.rope_key"
 

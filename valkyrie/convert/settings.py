@@ -13,6 +13,7 @@ from valkyrie.convert.architectures import (
     GPT2,
     GPT_OSS,
     LLAMA,
+    LLAMA4,
     MISTRAL,
     MIXTRAL,
     OLMOE,
@@ -30,6 +31,8 @@ from valkyrie.convert.deepseek import (
     yarn_entries,
     yarn_settings,
 )
+from valkyrie.convert.llama4 import dense_layers as llama4_dense_layers
+from valkyrie.convert.llama4 import llama4_entries, llama4_settings, unsupported_llama4_settings
 from valkyrie.models.block import DENSE
 from valkyrie.models.families import deepseek, gpt, gpt2, moe
 from valkyrie.models.stack import Stack
@@ -91,7 +94,7 @@ class _KeyTypes:
 
 
 _T = TypeVar("_T")
-Setting = str | bool | int | float | None | list[int | None] | list[str]
+Setting = str | bool | int | float | None | list[int | None] | list[str] | list[bool]
 
 
 def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
@@ -161,8 +164,15 @@ def _attention_settings(architecture: Architecture, config: Mapping[str, Any]) -
         }
     if architecture.has_sinks:
         settings["attention.sinks"] = True
-    if architecture.windows is Windows.alternating:
-        settings["block_pattern"] = ["attention"] * len(windows)  # one scan over all repetitions of the windows
+    if architecture is LLAMA4:
+        llama4, window_refusals = llama4_settings(config)
+        settings |= llama4
+        layer_kinds = list(zip(llama4["attention.windows"], llama4["attention.rope_layers"], strict=False))
+        pattern = _shortest_pattern(layer_kinds)
+        settings["attention.windows"] = windows = [window for window, _ in pattern]
+        settings["attention.rope_layers"] = [is_rotated for _, is_rotated in pattern]
+    if len(windows) < config["num_hidden_layers"] and architecture.has_experts:
+        settings["block_pattern"] = ["attention"] * len(windows)  # one scan over all repetitions of the pattern
     return settings, rope_refusals + window_refusals
 
 
@@ -207,6 +217,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
         config["mlp_bias"] = False
     if isinstance(model, moe.Config):
         config |= _expert_entries(architecture, model)
+        config |= llama4_entries(model) if architecture is LLAMA4 else {}
     return {**config, **_window_entries(architecture, model)}
 
 
@@ -254,6 +265,8 @@ def _choose_architecture(model: gpt.Config | gpt2.Config | moe.Config) -> Archit
     if isinstance(model, moe.Config):
         if model.attention.sinks:
             return GPT_OSS
+        if model.moe.scale_inputs:
+            return LLAMA4
         if not model.attention.qk_norm:
             return MIXTRAL
         return OLMOE if model.attention.qk_norm_span is NormSpan.all_heads else QWEN3_MOE
@@ -382,7 +395,7 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config 
 
 def _expert_settings(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the settings of experts and of the layers that have them, except sizes."""
-    dense_layers: list[int] = []
+    dense_layers = llama4_dense_layers(config) if architecture is LLAMA4 else []
     if architecture.lists_dense_layers:
         listed_layers, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
         if step < 1:
@@ -453,6 +466,10 @@ def _unsupported_settings(model: gpt.Config | gpt2.Config | moe.Config, architec
         refusals.append(f"model.attention.yarn.mscale={attention.yarn.mscale:g} with {mscale_all_dim}")
     if attention.bias not in (architecture.bias, Bias.all if architecture.biases_key else architecture.bias):
         refusals.append(f"model.attention.bias={attention.bias.value}")
+    if attention.qk_norm and attention.qk_norm_scale is not architecture.qk_norm_scale:
+        refusals.append(f"model.attention.qk_norm_scale={override_text(attention.qk_norm_scale)}")
+    if isinstance(model, moe.Config) and architecture is LLAMA4:
+        refusals += unsupported_llama4_settings(model)
     if attention.qk_norm and attention.qk_norm_span is not architecture.qk_norm:
         refusals.append(f"model.attention.qk_norm_span={attention.qk_norm_span.value}")
     if attention.qk_norm and model.norm_epsilon != attention.qk_norm_epsilon:

@@ -20,6 +20,7 @@ from valkyrie.ops.choices import (
     Bias,
     NormSpan,
     RopeStretch,
+    WindowKind,
     Yarn,
 )
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
@@ -32,18 +33,24 @@ class Attention(Block):
     Args:
         windows: Number of keys per window, including the token itself (see `valkyrie.ops.attention.pattern`); null is
             full attention. Attention layers cycle through the list, first layer first.
+        window_kind: Keys that a window contains.
         dilations: Distance between the keys of a window. Attention layers cycle through the list.
         global_tokens: Number of leading positions that see all positions and are seen by all, as far as `causal`
             allows. They have separate projections.
         rope_theta: Base of the rotary frequencies; null: queries and keys are not rotated.
+        rope_layers: Whether queries and keys are rotated. Attention layers cycle through the list.
         bias: Projections that have a bias.
         rope_stretch: Slows down rotary frequencies for long contexts (Llama 3.1).
         yarn: Slows down rotary frequencies for long contexts (gpt-oss). Only one of the two may be set.
-        qk_norm: Normalise queries and keys before rotation, with a learned scale.
+        qk_norm: Normalise queries and keys before rotation, in the layers of `rope_layers`.
+        qk_norm_scale: Multiply normalised queries and keys by a learned scale (Llama 4: false).
         qk_norm_span: Channels that the norms average over: of each head (Qwen 3, Gemma 3) or of all heads (OLMo 2,
             OLMoE).
         qk_norm_epsilon: Epsilon of the query and key norms.
         impl: Implementation of attention.
+        temperature_slope: Slope s of the factor of queries in layers without rotation. At position p, it is
+            1 + s * log(1 + floor((p + 1) / interval)) (Llama 4: 0.1).
+        temperature_interval: Number of positions with the same factor.
         soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 50); null: no bound.
         sinks: Add a learned logit per query head to its softmax sums, so that a head can ignore all keys (gpt-oss). On
             GPUs, attention is then computed by chunks of queries, which is slower than a kernel.
@@ -54,15 +61,20 @@ class Attention(Block):
     head_dim: int = 32
     causal: bool = True
     windows: list[int | None] = field(default_factory=lambda: [128])
+    window_kind: WindowKind = WindowKind.sliding
     dilations: list[int] = field(default_factory=lambda: [1])
     global_tokens: int = 0
     rope_theta: float | None = 10000.0
+    rope_layers: list[bool] = field(default_factory=lambda: [True])
     rope_stretch: RopeStretch = field(default_factory=RopeStretch)
     yarn: Yarn = field(default_factory=Yarn)
     bias: Bias = Bias.none
     qk_norm: bool = False
+    qk_norm_scale: bool = True
     qk_norm_span: NormSpan = NormSpan.head
     qk_norm_epsilon: float = 1e-6
+    temperature_slope: float = 0.0
+    temperature_interval: int = 8192
     soft_cap: float | None = None
     sinks: bool = False
     impl: AttentionImpl = AttentionImpl.auto
@@ -111,14 +123,17 @@ class Attention(Block):
         if not self.dilations or any(d < 1 for d in self.dilations):
             text = f"{key}.dilations={self.dilations}: list at least one dilation, each 1 or more."
             problems.append(Problem(ProblemCode.malformed, f"{key}.dilations", self.dilations, text))
+        problems += self._pattern_problems(key)
         problems += check_range(f"{key}.global_tokens", self.global_tokens, least=0)
+        problems += check_range(f"{key}.temperature_slope", self.temperature_slope, least=0)
+        problems += check_range(f"{key}.temperature_interval", self.temperature_interval, least=1)
         problems += check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
         problems += check_range(f"{key}.rope_theta", self.rope_theta, above=0, otherwise="null for no rotation")
         stretch = self.rope_stretch
-        if not (stretch.factor >= 1 and 0 < stretch.low < stretch.high and stretch.context > 0):
+        if not (stretch.factor >= 1 and 0 < stretch.low <= stretch.high and stretch.context > 0):
             text = (
                 f"{key}.rope_stretch: factor={stretch.factor:g} must be at least 1, context={stretch.context} above 0, "
-                f"and low={stretch.low:g} above 0 and below high={stretch.high:g}."
+                f"and low={stretch.low:g} above 0 and at most high={stretch.high:g}."
             )
             problems.append(Problem(ProblemCode.conflict, f"{key}.rope_stretch", text=text))
         problems += yarn_problems(f"{key}.yarn", self.yarn)
@@ -131,6 +146,24 @@ class Attention(Block):
         if self.yarn.factor != 1:
             problems += check_range(f"{key}.rope_theta", self.rope_theta, above=1)
         return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for no cap")
+
+    def _pattern_problems(self, key: str) -> list[Problem]:
+        """Return the problems of `rope_layers` and of chunked windows."""
+        problems = []
+        if not self.rope_layers:
+            text = (
+                f"{key}.rope_layers=[]: list at least one layer. Use {key}.rope_layers=[true] to rotate in all layers."
+            )
+            problems.append(Problem(ProblemCode.malformed, f"{key}.rope_layers", [], text))
+        if self.window_kind is WindowKind.chunked:
+            for name, default in (("dilations", [1]), ("global_tokens", 0)):
+                if (value := getattr(self, name)) != default:
+                    text = (
+                        f"{key}.{name}={value} is not supported with {key}.window_kind=chunked. Use "
+                        f"{key}.{name}={default} or {key}.window_kind=sliding."
+                    )
+                    problems.append(Problem(ProblemCode.conflict, f"{key}.{name}", value, text))
+        return problems
 
     def sizes(self, context: BlockContext) -> dict[str, Size]:
         return {name: Size(getattr(self, name), f"{context.key}.{name}") for name in self.axes}
@@ -153,19 +186,24 @@ class Attention(Block):
                 weights |= {f"{prefix}.query_bias": weight("heads", "head_dim", group="vector")}
                 key_bias = weight("kv_heads", "head_dim", group="vector")
                 weights |= {f"{prefix}.{name}_bias": key_bias for name in ("key", "value")}
-            if self.qk_norm:
+            if self.qk_norm and self.qk_norm_scale and self.is_rotated(context):
                 for name, heads in (("query", "heads"), ("key", "kv_heads")):
                     axes = ("head_dim",) if self.qk_norm_span is NormSpan.head else (heads, "head_dim")
                     weights[f"{prefix}.{name}_norm.scale"] = weight(*axes, group="vector")
         return weights
 
     def variant(self, context: BlockContext) -> Hashable:
-        return self.window(context), self.dilation(context)
+        return self.window(context), self.dilation(context), self.is_rotated(context)
+
+    def is_rotated(self, context: BlockContext) -> bool:
+        """Return whether queries and keys of this layer are rotated, unless `rope_theta` is None."""
+        return self.rope_layers[context.number % len(self.rope_layers)]
 
     def window(self, context: BlockContext) -> int | None:
         """Return the window of this layer, or None for no limit.
 
-        It is the number of keys that a query sees on each side (if causal, only before it), including its own position.
+        It is the number of keys that a query sees on each side (if causal, only before it), including its own position,
+        or the length of a chunk.
         """
         return self.windows[context.number % len(self.windows)]
 
@@ -192,7 +230,7 @@ class Attention(Block):
     def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
         has_kernel = self.impl in (AttentionImpl.auto, AttentionImpl.kernel)
         is_wide = seq >= MIN_WIDE_LENGTH and seq % WIDE_BLOCK == 0 and self.head_dim <= MAX_WIDE_HEAD_DIM
-        return has_kernel and is_wide and self.window(context) is None
+        return has_kernel and is_wide and self._is_full(context, seq)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
@@ -228,6 +266,11 @@ class Attention(Block):
         names = ("query", ATTENTION_OUTPUT)
         return [saved for saved in self.saved_activations(context) if saved.name in names and not saved.float32]
 
+    def _is_full(self, context: BlockContext, seq: int) -> bool:
+        """Return whether attention has no window, or whole chunks, each of which is computed without a window."""
+        window = self.window(context)
+        return window is None or (self.window_kind is WindowKind.chunked and (seq % window == 0 or seq <= window))
+
     def _mean_keys(self, context: BlockContext, seq: int) -> float:
         """Return the mean number of keys that a query sees, including global tokens.
 
@@ -236,6 +279,9 @@ class Attention(Block):
         """
         dilation = self.dilation(context)
         window = min(self.window(context) or seq, -(-seq // dilation))
+        if self.window_kind is WindowKind.chunked:
+            lengths = [window] * (seq // window) + [seq % window]
+            return sum(n * (n + 1) / 2 if self.causal else n * n for n in lengths) / seq
         one_side = window - dilation * window * (window - 1) / (2 * seq)
         return float(min(seq, (one_side if self.causal else 2 * one_side - 1) + self.global_tokens))
 

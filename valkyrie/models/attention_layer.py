@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,10 +21,13 @@ from valkyrie.ops.attention import (
     KVCache,
     attention,
     attention_step,
+    attention_within_chunks,
+    chunk_segments,
+    document_positions,
     init_cache,
     sharded_attention,
 )
-from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias, Yarn
+from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias, NormSpan, WindowKind, Yarn
 from valkyrie.ops.linear import Numerics, gather_in_float32
 from valkyrie.ops.rotary import rotate
 
@@ -34,6 +38,7 @@ class Projections(nnx.Module):
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         init_keys, self.numerics = jax.random.split(key, 3), numerics
         self.theta, self.yarn = block.rope_theta, block.yarn
+        self.temperature = block.temperature_slope, block.temperature_interval
         self.stretch = block.rope_stretch if block.yarn.factor == 1 else block.yarn
 
         def init_weight(name: str, key: Array) -> nnx.Param:
@@ -48,23 +53,26 @@ class Projections(nnx.Module):
                 parameter(specs[name], jnp.zeros(specs[name].shape), numerics)
                 for name in ("query_bias", "key_bias", "value_bias")
             )
-        if block.qk_norm:
+        if block.qk_norm and block.qk_norm_scale:
             self.query_norm, self.key_norm = (
                 ProjectionNorm(specs[f"{name}_norm.scale"], block.qk_norm_epsilon, numerics=numerics)
                 for name in ("query", "key")
             )
+        elif block.qk_norm:
+            self.query_norm = self.key_norm = UnscaledNorm(block.qk_norm_epsilon, block.qk_norm_span)
 
     def queries(
-        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, "*batch seq"], shard: Shard
     ) -> Float[Array, "batch seq heads head_dim"]:
         with jax.named_scope("query"):
             q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
             q = add_bias(q, self.query_bias, shard) if self.has_bias else q
             q = self.query_norm(q) if self.has_norm else q
-            return scale_logits(self._rotate(q, positions, shard), self.yarn)
+            q = scale_logits(self._rotate(q, positions, shard), self.yarn)
+            return scale_by_position(q, positions, *self.temperature)
 
     def keys_values(
-        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, "*batch seq"], shard: Shard
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
         """Return the keys, rotated unless `rope_theta` is None, and the values, which are never rotated."""
         with jax.named_scope("value"):
@@ -76,7 +84,7 @@ class Projections(nnx.Module):
             k = self.key_norm(k) if self.has_norm else k
             return self._rotate(k, positions, shard), v
 
-    def _rotate(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
+    def _rotate(self, x: Array, positions: Int[Array, "*batch seq"], shard: Shard) -> Array:
         return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
 
 
@@ -84,6 +92,26 @@ def scale_logits(q: Float[Array, "*shape"], yarn: Yarn) -> Float[Array, "*shape"
     """Return the queries times `Yarn.logit_scale`, in their dtype."""
     scale = yarn.logit_scale
     return q if scale == 1 else (q.astype(jnp.float32) * scale).astype(q.dtype)
+
+
+def scale_by_position(
+    q: Float[Array, "batch seq heads head_dim"], positions: Int[Array, "*batch seq"], slope: float, interval: int
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return the queries times 1 + slope * log(1 + floor((position + 1) / interval)), in their dtype."""
+    if slope == 0:
+        return q
+    factors = 1 + slope * jnp.log1p(jnp.asarray((positions + 1) // interval, jnp.float32))
+    return (q.astype(jnp.float32) * factors[..., None, None]).astype(q.dtype)
+
+
+class UnscaledNorm(nnx.Module):
+    """Root-mean-square normalisation of a projection without parameters, in float32."""
+
+    def __init__(self, epsilon: float, span: NormSpan) -> None:
+        self.epsilon, self.axes = epsilon, (-1,) if span is NormSpan.head else (-2, -1)
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        return unit_mean_square(x, self.epsilon, self.axes).astype(x.dtype)
 
 
 class ProjectionNorm(nnx.Module):
@@ -105,8 +133,13 @@ class AttentionLayer(nnx.Module):
 
     def __init__(self, block: Attention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         init_keys, specs = jax.random.split(key, 3), block.parameters(context)
+        if block.is_rotated(context):
+            block = replace(block, temperature_slope=0.0)
+        else:
+            block = replace(block, rope_theta=None, qk_norm=False)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(context), block.dilation(context)
+        self.chunk_length = self.window if block.window_kind is WindowKind.chunked else None
         self.local = self.projections(block, _without_prefix("local", specs), numerics=numerics, key=init_keys[0])
         if block.global_tokens:
             self.globals = self.projections(
@@ -126,6 +159,10 @@ class AttentionLayer(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Return the output of the layer, before the residual sum. Attention does not cross segments."""
         positions, segment_ids = jnp.arange(x.shape[1]), boundaries.segment_ids
+        if segment_ids is not None and self.config.temperature_slope:
+            positions = document_positions(segment_ids)
+        if segment_ids is not None and self.chunk_length is not None and self.chunk_length < x.shape[1]:
+            segment_ids = chunk_segments(segment_ids, self.chunk_length)
         rows = batch_axes(shard, x.shape[0], "heads", "kv_heads")
         key_axis, _ = _key_head_axes(shard)
         query_axes, key_axes = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
@@ -153,7 +190,7 @@ class AttentionLayer(nnx.Module):
     def _keys_values(
         self,
         x: Float[Array, "batch seq embed"],
-        positions: Int[Array, " seq"],
+        positions: Int[Array, "*batch seq"],
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
@@ -177,19 +214,21 @@ class AttentionLayer(nnx.Module):
             )
             global_tokens = _leading_tokens(rest[0], select_heads(rest[1]), select_heads(rest[2])) if rest else None
             options = {
-                "window": self.window,
                 "causal": c.causal,
-                "dilation": self.dilation,
                 "segment_ids": segment_ids,
                 "soft_cap": c.soft_cap,
                 "sinks": sinks,
-                "global_tokens": global_tokens,
                 "impl": c.impl,
                 "backend": shard.backend,
             }
+            k, v = select_heads(k), select_heads(v)
+            if self.chunk_length is not None:
+                options |= {"chunk_length": self.chunk_length, "axis_names": sequence_axes}
+                return attention_within_chunks(q, k, v, **options)
+            options |= {"window": self.window, "dilation": self.dilation, "global_tokens": global_tokens}
             if sequence_axes:
-                return sharded_attention(q, select_heads(k), select_heads(v), axis_names=sequence_axes, **options)
-            return attention(q, select_heads(k), select_heads(v), **options)
+                return sharded_attention(q, k, v, axis_names=sequence_axes, **options)
+            return attention(q, k, v, **options)
 
         return mix
 
@@ -224,7 +263,11 @@ class AttentionLayer(nnx.Module):
             global_step = GlobalStep(self.globals.queries(sequence, position, UNSHARDED)[:, 0], k_global, v_global)
         sinks = self.sinks[...].astype(jnp.float32) if self.config.sinks else None
         mixed, state = attention_step(
-            q, k, v, state, global_step=global_step, soft_cap=self.config.soft_cap, sinks=sinks
+            *(q, k, v, state),
+            global_step=global_step,
+            soft_cap=self.config.soft_cap,
+            sinks=sinks,
+            is_chunked=self.chunk_length is not None,
         )
         out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
         return add_bias(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state

@@ -9,6 +9,7 @@ from valkyrie.axes import Parameter
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import ActivationSpec, BlockContext, Weight, saved, weight
 from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.trees import override_text
 
 GATE_CHANNELS = 12
 """Maximum number of input channels that the gate of a value embedding reads, as in nanochat."""
@@ -44,6 +45,12 @@ class NanochatAttention(Attention):
                 f"{key}.global_tokens={self.global_tokens}: nanochat has no global tokens. Use {key}.global_tokens=0."
             )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.global_tokens", self.global_tokens, text))
+        if not all(self.rope_layers):
+            text = (
+                f"{key}.rope_layers={override_text(self.rope_layers)}: nanochat rotates in all layers. "
+                f"Use {key}.rope_layers=[true]."
+            )
+            problems.append(Problem(ProblemCode.unsupported, f"{key}.rope_layers", self.rope_layers, text))
         return problems + check_range(f"{key}.qk_gain", self.qk_gain, above=0)
 
     def has_value_embedding(self, context: BlockContext) -> bool:

@@ -32,12 +32,12 @@ class NanochatProjections(Projections):
             weights[...] = uniform(weights_key, shape, shape[0] ** -0.5).astype(weights.dtype)
 
     def queries(
-        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, "*batch seq"], shard: Shard
     ) -> Float[Array, "batch seq heads head_dim"]:
         return self._norm_and_scale(super().queries(x, -positions, shard))
 
     def keys_values(
-        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, "*batch seq"], shard: Shard
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
         k, v = super().keys_values(x, -positions, shard)
         return self._norm_and_scale(k), v
@@ -65,7 +65,7 @@ class NanochatAttentionLayer(AttentionLayer):
     def _keys_values(
         self,
         x: Float[Array, "batch seq embed"],
-        positions: Int[Array, " seq"],
+        positions: Int[Array, "*batch seq"],
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:

@@ -63,6 +63,18 @@ class NormSpan(Enum):
     all_heads = "all_heads"
 
 
+class WindowKind(Enum):
+    """Keys that a window of W keys contains.
+
+    `sliding`: Those of the last W positions. If not causal, also as many after the query.
+
+    `chunked`: Those of the query's chunk, if the sequence is divided into chunks of W positions (Llama 4).
+    """
+
+    sliding = "sliding"
+    chunked = "chunked"
+
+
 class RouterScores(Enum):
     """Function from a token's router logits to its scores: softmax over all experts, or a sigmoid of each logit."""
 
@@ -82,7 +94,8 @@ class RopeStretch:
     """Lowers rotary frequencies, for contexts longer than the `context` that a model was first trained on (Llama 3.1).
 
     A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
-    `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing.
+    `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing. If `low`
+    and `high` are equal (Llama 4), there are none in between.
     """
 
     factor: float = 1.0

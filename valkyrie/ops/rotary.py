@@ -60,6 +60,8 @@ def rotate(
 def _unstretched_share_by_turns(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
     """Return the weight of each pair's own frequency (radians per position): 1 above `high` turns, 0 below `low`."""
     turns = stretch.context * frequencies / (2 * jnp.pi)
+    if stretch.low == stretch.high:
+        return (turns > stretch.low).astype(jnp.float32)
     return jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
 
 

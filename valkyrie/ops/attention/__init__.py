@@ -2,7 +2,8 @@
 
 `pattern.py` defines windows, segments and global tokens. `reference.py` uses an explicit mask; the others agree with it
 to float32 rounding. `local.py` uses chunks of queries or the platform's kernel (`splash.py` on a TPU, cuDNN on a GPU),
-`sharded.py` handles a sequence sharded over devices, and `streaming.py` one token at a time.
+`sharded.py` handles a sequence sharded over devices, `chunks.py` chunks of positions, and `streaming.py` one token at a
+time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.hardware.platforms import Platform, get_platform
+from valkyrie.ops.attention.chunks import attention_within_chunks, chunk_segments, document_positions
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import LocalOptions, local_attention, pick_chunk_size
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern, Sinks
@@ -32,7 +34,10 @@ __all__ = [
     "KVCache",
     "attention",
     "attention_step",
+    "attention_within_chunks",
+    "chunk_segments",
     "choose_implementation",
+    "document_positions",
     "init_cache",
     "sharded_attention",
 ]

@@ -77,12 +77,13 @@ def attention_step(
     global_step: GlobalStep | None = None,
     soft_cap: float | None = None,
     sinks: Sinks | None = None,
+    is_chunked: bool = False,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
     """Return the output of causal `attention` for the next token, and the cache with that token added.
 
     Window, dilation and number of global tokens are those of `init_cache`. Results equal the parallel form up to
     `max_len` tokens. Without a window, later tokens see only the last `max_len`. `global_step` is required if the cache
-    has global tokens.
+    has global tokens. With `is_chunked`, the window is a chunk (`attention_within_chunks`), and the dilation is 1.
     """
     _, dilation, slots = cache.k.shape[:3]
     position = cache.position
@@ -91,8 +92,9 @@ def attention_step(
     keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
     values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
     slot_age = (ring_step - jnp.arange(slots)) % slots
+    oldest_age = ring_step % slots if is_chunked else ring_step
     ring = KeyBlock(
-        _select_slots(keys, residue), _select_slots(values, residue), (slot_age <= ring_step)[None, None, :]
+        _select_slots(keys, residue), _select_slots(values, residue), (slot_age <= oldest_age)[None, None, :]
     )
     grouped_query = heads_first(q[:, None], k.shape[1])
     global_cache = cache.global_cache
