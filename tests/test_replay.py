@@ -20,6 +20,7 @@ from valkyrie.machine.network import LinkModel
 from valkyrie.machine.operations import OpCost, OpCostModel
 from valkyrie.machine.replay import CostModels, Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
+from valkyrie.search.compile.partitioner import schedule_communication
 from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
@@ -92,6 +93,30 @@ def test_overlapping_work_hides_a_collective():
     assert not sum_seconds(result.parts, PartKind.exposed) and result.sending_s == pytest.approx(gather_seconds())
     assert result.step_s == pytest.approx(3 * cycles / CLOCK)
     assert result.collectives[0].busy_s == pytest.approx(gather_seconds())
+
+
+def test_communication_of_a_partitioned_module_is_scheduled():
+    cycles = int(gather_seconds() * CLOCK * 0.6)
+    module = program(
+        timed_instruction("first", "a", cycles)
+        + f"  g = f32[4096,1024] all-gather(a), channel_id=1, {X_GROUPS}, dimensions={{0}}\n"
+        "  zero = s32[] constant(0)\n  part = f32[1024,1024] dynamic-slice(g, zero, zero), "
+        "dynamic_slice_sizes={1024,1024}\n"
+        f"  u = f32[1024,1024] all-reduce(first), channel_id=2, {X_GROUPS}, to_apply=add\n"
+        f"  v = f32[1024,1024] all-reduce(part), channel_id=3, {X_GROUPS}, to_apply=add\n"
+        f"  w = f32[1024,1024] all-reduce(part), channel_id=4, {X_GROUPS}, to_apply=add\n"
+        "  sum = f32[1024,1024] add(u, v)\n  ROOT own = f32[256,1024] dynamic-slice(w, zero, zero), "
+        "dynamic_slice_sizes={256,1024}\n",
+        HEAD + LESS,
+    )
+    schedule_communication(module)
+    opcodes = [i.opcode for i in module.entry.instructions]
+    assert opcodes[0] == "all-gather-start" and opcodes.index("all-gather-done") == opcodes.index("dynamic-slice") - 1
+    assert opcodes.count("all-reduce") == 1 and opcodes.count("bitcast") == 1, "results that are added, are added first"
+    assert opcodes.count("reduce-scatter") == 1
+    uses = {use.kind: use for use in replay_on_v4(module).collectives}
+    assert uses["all-gather"].exposed_s == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
+    assert uses["reduce-scatter"].bytes_sent == pytest.approx(uses["all-reduce"].bytes_sent / 2)
 
 
 @pytest.mark.parametrize(("groups", "slower"), [(X_GROUPS, 2), (Y_GROUPS, 1)])
