@@ -130,6 +130,7 @@ def abbreviate_search(arguments: Sequence[str]) -> list[str]:
     """Abbreviate the arguments of a search for display. `expand_shorthand` reverses this."""
     values, mode = key_values(arguments), get_mode("search")
     short_keys = {f"mode.{key}": key for key in (() if mode is None else mode.short_keys)}
+    short_keys.pop("mode.budget", None)  # messages name it so
     short_keys |= {"mode.targets": "target", "mode.device_batches": "device_batch"}
     words = []
     for argument in arguments:

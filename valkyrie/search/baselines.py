@@ -182,12 +182,11 @@ def describe_other_parallelism(ranking: Ranking, compiled_layouts: CompiledLayou
 
     Each is represented by `find_other_parallelism`. Empty if the search has none.
     """
-    texts = []
+    texts, as_long = list[str](), "as long" if best.candidate.batch is None else "as long per token"
     for name, layout in find_other_parallelism(ranking, best.candidate).items():
         compiled = compiled_layouts.get(layout.candidate)
         if compiled is None or compiled.step_s is not None:
-            mesh_partition = f"mesh={layout.candidate.mesh} partition={layout.candidate.partition}"
-            texts.append(f"{name} {_predict(layout, compiled_layouts, best)[2]} ({mesh_partition})")
-    as_long = "as long" if best.candidate.batch is None else "as long per token"
-    head = f"Times {as_long} as #1, for the shortest estimate with"
-    return [f"{head} {'; '.join(texts)}."] if texts else []
+            slowdown = f"{_predict(layout, compiled_layouts, best)[2]} times"
+            slowdown += "" if texts else f" {as_long} as #1"
+            texts.append(f"{name} {slowdown} (mesh={layout.candidate.mesh} partition={layout.candidate.partition})")
+    return [f"Shortest estimates of other kinds: {', '.join(texts)}."] if texts else []

@@ -52,12 +52,17 @@ def has_devices(target: TargetConfig) -> bool:
 
 def missing_compilers(request: SearchRequest) -> dict[str, str]:
     """Return the requested slices for which this machine cannot compile, as a dict from name to reason."""
-    reasons = {}
+    reasons = dict[str, str]()
+    reason_by_platform = dict[str, str | None]()  # names only the first slice, so that it is printed once
     for target in request.targets:
         platform = get_platform(target.platform)
-        if not platform.compiles_without_devices:
-            reasons[target.name] = "its programs cannot be compiled without the devices"
-        elif (reason := platform.compiler_install_hint(target)) is not None:
+        if target.platform not in reason_by_platform:
+            reason_by_platform[target.platform] = (
+                platform.compiler_install_hint(target)
+                if platform.compiles_without_devices
+                else "its programs cannot be compiled without the devices"
+            )
+        if (reason := reason_by_platform[target.platform]) is not None:
             reasons[target.name] = reason
     return reasons
 

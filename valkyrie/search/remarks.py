@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from valkyrie.hardware.chips import describe_price
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import LayeredModel
+from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
@@ -108,6 +109,12 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
             hour_usd = compute_price(target, 3600.0, spot=is_spot)
             if hour_usd:
                 lines.append(f"#{place} on {target.name} at {_describe_cost(request, row, target, hour_usd, is_spot)}")
+    targets = [target for target in request.targets if compute_price(target, 3600.0) is None]
+    if names := list(dict.fromkeys(target.chip.name for target in targets if target.chip is not None)):
+        lines.append(
+            f"No price of {' or '.join(names)} is known, so rows are ordered by speed instead of cost. "
+            "target.chip.usd_per_hour= sets a price, in a search of one kind of chip."
+        )
     return [*lines, *_compare_slices(request, rows)]
 
 
@@ -150,7 +157,13 @@ def _compare_costs(request: SearchRequest, best: RankedLayout, row: RankedLayout
         return f"{percent_text(abs(change))} {less if change < 0 else 'more'}"
 
     lowest, change, highest = changes
-    is_exact, is_sure = lowest == highest, lowest * highest > 0
+    is_exact, tolerance = lowest == highest, EQUAL_RATIO - 1
+    if lowest * highest > 0 and min(abs(lowest), abs(highest)) > tolerance:
+        certainty = "so this order is sure"
+    elif is_exact:
+        certainty = f"and their costs are equal within {percent_text(tolerance)}"
+    else:
+        certainty = "but estimates may be off by more than this difference"
     span = "" if is_exact else f" ({describe(lowest)} to {describe(highest)} once compiled)"
     slices = [target_slice(request, each) for each in (row, best)]
     hours = [
@@ -159,8 +172,7 @@ def _compare_costs(request: SearchRequest, best: RankedLayout, row: RankedLayout
     chip_name = slices[0].chip.name if slices[0].chip else ""
     return (
         f"#{place} on {slices[0].name} instead of #1: {hours[0]} hours instead of {hours[1]}, and {describe(change)} "
-        f"{noun}{span}. The error of predictions for {chip_name} is the same for both, so "
-        f"{'this order is sure' if is_sure else 'only the errors of estimates make this order unsure'}."
+        f"{noun}{span}. Both share the error of predictions for {chip_name}, {certainty}."
     )
 
 

@@ -22,7 +22,7 @@ MAX_NAMED_RIVALS = 3
 UNKNOWN_ERROR = 0.2
 """Relative error that is assumed for a row without an interval: the largest that is shown for chips without runs."""
 
-_UNKNOWN_TEXT = f"an error of {percent_text(UNKNOWN_ERROR)} is assumed for it"
+_UNKNOWN_TEXT = f"an error of {percent_text(UNKNOWN_ERROR)} is assumed for unknown intervals"
 _Cost = Callable[[RankedLayout], float]
 
 
@@ -100,11 +100,8 @@ def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], 
     place, rival, named = rivals[0], rows[rivals[0] - 1], rivals[:MAX_NAMED_RIVALS]
     text = format_alternatives(None, [_describe_row(rows[place - 1], place) for place in named])
     text += f" (and {count_text(len(rivals) - len(named), 'more slice')})" if len(rivals) > len(named) else ""
-    why = (
-        "their intervals overlap"
-        if best.interval and rival.interval
-        else f"an interval is unknown, and {_UNKNOWN_TEXT}"
-    )
+    why = "their intervals overlap" if best.interval and rival.interval else _UNKNOWN_TEXT
+    why = "compiled steps may differ from estimates by as much" if _share_errors(request, best, rival) else why
     lines = [f"Not sure: {text} may really be {better} than {_describe_row(best, 1)}, because {why}.", *accuracy]
     if best.stage is Stage.estimate:
         return lines
