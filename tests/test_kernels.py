@@ -197,7 +197,7 @@ def test_a_product_of_experts_costs_the_rows_routed_to_the_device(attributes, im
     assert [*model.notes] == [cost.note] * bool(attributes)
 
 
-def test_sorts_and_gathers_of_rows_take_time():
+def test_sorts_gathers_and_sums_of_rows_take_time():
     text = """HloModule m, is_scheduled=true
 less { a = s32[] parameter(0)
   b = s32[] parameter(1)
@@ -208,18 +208,30 @@ take { x = bf16[4096,256]{1,0:S(1)} parameter(0)
   i = s32[8192]{0:S(1)} parameter(1)
   ROOT g = bf16[8192,256]{1,0:S(1)} gather(x, i), offset_dims={1}, collapsed_slice_dims={0},
     start_index_map={0}, index_vector_dim=1, slice_sizes={1,256} }
+sum { a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT r = f32[] add(a, b) }
+put { y = f32[4096,256]{1,0:S(1)} parameter(0)
+  i = s32[8192]{0:S(1)} parameter(1)
+  u = f32[8192,256]{1,0:S(1)} parameter(2)
+  ROOT p = f32[4096,256]{1,0:S(1)} scatter(y, i, u), update_window_dims={1}, inserted_window_dims={0},
+    scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=sum }
 ENTRY e {
   x = bf16[4096,256]{1,0:S(1)} parameter(0)
   i = s32[8192]{0:S(1)} parameter(1)
   j = s32[8192]{0:S(1)} parameter(2)
   s = (s32[8192]{0:S(1)}, s32[8192]{0:S(1)}) sort(i, j), dimensions={0}, to_apply=less
-  ROOT f = bf16[8192,256]{1,0:S(1)} fusion(x, i), kind=kCustom, calls=take
+  f = bf16[8192,256]{1,0:S(1)} fusion(x, i), kind=kCustom, calls=take
+  y = f32[4096,256]{1,0:S(1)} parameter(3)
+  u = f32[8192,256]{1,0:S(1)} parameter(4)
+  ROOT t = f32[4096,256]{1,0:S(1)} fusion(y, i, u), kind=kCustom, calls=put
 }
 """
     chip = known_chips()["v5e"]
     instructions, model = parse_module(text).instructions, OpCostModel(chip)
     assert model.cost(instructions["s"]).duration_s == pytest.approx(sort_seconds(8192.0, chip))
     assert model.cost(instructions["f"]).duration_s == pytest.approx(gather_seconds(8192.0, 256.0, 2, chip))
+    assert model.cost(instructions["t"]).duration_s == pytest.approx(gather_seconds(8192.0, 256.0, 2, chip))
 
 
 def test_seconds_of_sorts_and_gathers_are_those_of_compiled_loops_and_a_profile():

@@ -613,8 +613,7 @@ def test_an_imbalance_below_1_is_refused():
 
 def test_estimates_include_sorts_and_gathers_of_rows():
     (mixing,) = [each for each in step_work(parse_run(["mode=show", "model=moe_tiny"])).mixing if each.dispatched]
-    sorted_rows = GatheredRows("experts", np.inf)
-    assert mixing.dispatch == DispatchWork(rows=2, gathered_rows=GatheredRows("experts", 4), sorted_rows=sorted_rows)
+    assert mixing.dispatch == DispatchWork(rows=2, gathered_rows=GatheredRows("experts", 4))
     exchanged = ("partition=fsdp_ep", "model.moe.dispatch=exchanged")
     assert estimate(*exchanged)["moving"] > estimate("partition=fsdp_ep")["moving"]
     assert estimate(*exchanged)["activations"] < estimate("partition=fsdp_ep")["activations"]

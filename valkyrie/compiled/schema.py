@@ -34,6 +34,7 @@ _MESSAGES = {
     "12 output_spatial int*",
     "DotDimensions": "1 lhs_contracting int*, 2 rhs_contracting int*, 3 lhs_batch int*, 4 rhs_batch int*",
     "GatherDimensions": "1 offset_dims int*, 4 index_vector_dim int",
+    "ScatterDimensions": "1 update_window_dims int*",
     "ReplicaGroup": "1 replica_ids int*",
     "SourceTarget": "1 source int, 2 target int",
     "IotaGroups": "1 groups int, 2 size int, 3 dimensions int*, 4 transpose int*",
@@ -50,10 +51,10 @@ _MESSAGES = {
     "9 parameter_number int, 13 tuple_index int, 14 dimensions int*, 15 window Window, "
     "16 convolution ConvolutionDimensions, 26 channel_id int, 28 custom_call_target str, 30 dot DotDimensions, "
     "33 gather GatherDimensions, 35 id int, 36 operand_ids int*, 38 called_computation_ids int*, "
-    "43 backend_config bytes, 49 replica_groups ReplicaGroup*, 50 feature_group_count int, "
-    "52 source_target_pairs SourceTarget*, 58 batch_group_count int, 63 comparison_direction str, "
-    "68 frontend_attributes Attributes, 71 use_global_device_ids bool, 87 device_list DeviceList, "
-    "92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
+    "43 backend_config bytes, 48 scatter ScatterDimensions, 49 replica_groups ReplicaGroup*, "
+    "50 feature_group_count int, 52 source_target_pairs SourceTarget*, 58 batch_group_count int, "
+    "63 comparison_direction str, 68 frontend_attributes Attributes, 71 use_global_device_ids bool, "
+    "87 device_list DeviceList, 92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
     "Computation": "1 name str, 2 instructions Instruction*, 5 id int, 6 root_id int",
     "Sequence": "1 instruction_ids int*",
     "ScheduleEntry": "1 key int, 2 value Sequence",

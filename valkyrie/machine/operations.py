@@ -18,7 +18,7 @@ from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
-from valkyrie.machine.rows import gather_seconds, sort_seconds
+from valkyrie.machine.rows import add_seconds, gather_seconds, sort_seconds
 from valkyrie.parts import PartKind
 
 FREE_OPCODES = {
@@ -150,7 +150,7 @@ class OpCostModel:
 
 
 def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float:
-    """Return the seconds of a sort, or of the gathers of rows in a fusion. 0 for other operations."""
+    """Return the seconds of a sort, or of the gathers and sums of rows in a fusion. 0 for other operations."""
     if instruction.opcode == "sort":
         numbers = instruction.operands[0].shape
         return sort_seconds(float(numbers.element_count), chip, numbers.dims[instruction.message.dimensions[0]])
@@ -159,6 +159,10 @@ def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float:
         width = math.prod(gather.shape.dims[i] for i in gather.message.gather.offset_dims)
         rows = gather.shape.element_count / max(width, 1)
         seconds += gather_seconds(rows, float(width), gather.shape.bytes // max(gather.shape.element_count, 1), chip)
+    for scatter in (i for body in bodies for i in body.instructions if i.opcode == "scatter"):
+        updates = scatter.operands[-1].shape
+        width = math.prod(updates.dims[i] for i in scatter.message.scatter.update_window_dims)
+        seconds += add_seconds(updates.element_count / max(width, 1), float(width), chip)
     return seconds
 
 

@@ -15,7 +15,6 @@ class DispatchWork(NamedTuple):
         sent_rows: Rows that are also sorted and gathered on the device that sends them.
         mask_elements: Elements of a one-hot mask, which two products multiply with the stream.
         gathered_rows: How many rows a device has for other devices, or None.
-        sorted_rows: How many of them it sorts, if not as many.
         sends_rows: Whether all-to-alls send `Block.dispatched_activations`. Otherwise, devices gather them, and
             reduce-scatter the results.
     """
@@ -24,5 +23,4 @@ class DispatchWork(NamedTuple):
     sent_rows: float = 0.0
     mask_elements: float = 0.0
     gathered_rows: GatheredRows | None = None
-    sorted_rows: GatheredRows | None = None
     sends_rows: bool = False

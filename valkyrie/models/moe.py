@@ -243,8 +243,6 @@ class MoE(Block):
                 self.top_k,
                 self.top_k if is_exchanged else 0,
                 gathered_rows=self._gathered_rows,
-                # Under `sorted`, devices sort the assignments of all tokens that they gather.
-                sorted_rows=None if is_exchanged else GatheredRows(EXPERTS, math.inf),
                 sends_rows=is_exchanged,
             )
         return DispatchWork(mask_elements=self.experts * self.capacity(seq), sends_rows=True)

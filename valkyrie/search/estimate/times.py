@@ -19,10 +19,10 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.models.block import SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
+from valkyrie.search.estimate.dispatch import row_seconds
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
 from valkyrie.search.estimate.parameters import ParameterTimes
@@ -233,23 +233,18 @@ class StepEstimator:
         return amounts | {"flops": [n * factor for n, factor in zip(amounts["flops"], excess, strict=True)]}
 
     def _dispatch_work_seconds(self, remat: RematConfig) -> np.ndarray:
-        """Return the seconds of sorts, gathers of rows and products with masks in a microbatch (`DispatchWork`).
+        """Return the seconds of sorts, moved rows and products with masks in a microbatch (`DispatchWork`).
 
-        The backward pass repeats the gathers, and computes three products with masks instead of two.
+        The backward pass moves rows again, and computes three products with masks instead of two.
         """
         layouts, e, seconds = self.layouts, self.efficiency, np.zeros(len(self.layouts))
         width = self.work.embed / layouts.count_parts("embed", "used", self.work.embed)
         for mixing in self.work.mixing:
             work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             if work.rows:
-                (axis,) = mixing.dispatched_axes
-                is_sent = layouts.axes_size(tuple(m for m in layouts.stored_axes(axis) if m in layouts.data_axes)) > 1
-                sent_rows = np.where(is_sent, work.sent_rows, 0.0)
-                rows = self.local_tokens * (work.rows * layouts.row_copies(work.gathered_rows) + sent_rows)
-                gather_s = gather_seconds(rows, width, self.work.itemsize, self.chip)
-                all_rows = work.rows * self.local_tokens * layouts.row_copies(work.sorted_rows)
-                sort_s = sort_seconds(all_rows if work.sorted_rows else rows, self.chip)
-                seconds += mixing.count * (2 * forward_passes * (gather_s + sort_s) + 2 * gather_s)
+                itemsize, chip = self.work.itemsize, self.chip
+                move_s, sort_s = row_seconds(mixing, layouts, self.local_tokens, width, itemsize, chip)
+                seconds += mixing.count * ((forward_passes + 1) * move_s + forward_passes * sort_s)
             mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
             mask_s = mask_flops / (self.peak_flops * e.products) / _tile_utilisation(width, e.tile)
             seconds += mixing.count * (2 * forward_passes + 3) * mask_s

@@ -1,0 +1,35 @@
+"""Seconds to sort and move the rows of tokens that are sent to parameters such as experts (`DispatchWork`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from valkyrie.hardware.target import ChipConfig
+from valkyrie.machine.rows import gather_seconds, sort_seconds
+from valkyrie.parallel.candidates import Candidates
+from valkyrie.search.estimate.work import Mixing
+
+
+def row_seconds(
+    mixing: Mixing, layouts: Candidates, tokens: np.ndarray, width: np.ndarray, itemsize: int, chip: ChipConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds to move rows to the parameters and back, and to sort them, in one pass through a layer.
+
+    Args:
+        mixing: The block, with a single dispatched axis.
+        layouts: The layouts.
+        tokens: Tokens per device and microbatch, for each layout.
+        width: Channels per device, for each layout.
+        itemsize: Bytes of a number in the compute dtype.
+        chip: The chip.
+    """
+    work, (axis,) = mixing.dispatch, mixing.dispatched_axes
+    is_sent = layouts.axes_size(tuple(m for m in layouts.stored_axes(axis) if m in layouts.data_axes)) > 1
+    sent_rows = np.where(is_sent, work.sent_rows, 0.0)
+    rows = tokens * (work.rows * layouts.row_copies(work.gathered_rows) + sent_rows)
+    gather_s = gather_seconds(rows, width, itemsize, chip)
+    if work.gathered_rows is None or work.sends_rows:
+        return 2 * gather_s, 2 * sort_seconds(rows, chip)
+    # Devices sort the assignments of all tokens that they gather.
+    all_copies = layouts.row_copies(work.gathered_rows._replace(full_shards=np.inf, capacity=None))
+    return 2 * gather_s, 2 * sort_seconds(tokens * work.rows * all_copies, chip)
