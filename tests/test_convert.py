@@ -145,6 +145,21 @@ def test_experts_of_gpt_oss_in_mxfp4_are_read_and_written_in_bfloat16(tmp_path):
     assert json.loads((exported / "config.json").read_text()) == config | {"dtype": "bfloat16"}
 
 
+def test_the_language_model_of_a_llama4_with_a_vision_encoder_is_converted(tmp_path):
+    source = write_published(tmp_path / "model", "llama4", ml_dtypes.bfloat16)
+    tensors, text_config = read_tensors(source), json.loads((source / "config.json").read_text())
+    vision = {"vision_model.norm.weight": np.zeros(3, np.float32)}
+    save_file({f"language_model.{n}": value for n, value in tensors.items()} | vision, source / "model.safetensors")
+    inner = {key: value for key, value in text_config.items() if key not in ("architectures", "dtype")}
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "torch_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config | {"text_config": inner, "vision_config": {"size": 1}}))
+    exported = export_run(convert_folder(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
+    after = read_tensors(exported)
+    assert after.keys() == tensors.keys()
+    assert all(np.array_equal(after[name], value) for name, value in tensors.items())
+    assert json.loads((exported / "config.json").read_text()) == text_config | {"torch_dtype": "bfloat16"}
+
+
 def test_a_setting_that_the_original_config_omits_is_exported(tmp_path):
     source = write_published(tmp_path / "model", "llama")
     config = json.loads((source / "config.json").read_text())

@@ -21,6 +21,7 @@ from helpers import (
     small_run,
 )
 from valkyrie.axes import UNSHARDED
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
@@ -304,3 +305,30 @@ def test_flops_count_the_keys_that_a_query_sees(window, dilation, seq):
     per_key = 4 * run.model.attention.heads * run.model.attention.head_dim
     counted = (run.model.flops_per_token(seq) - one_key_run.model.flops_per_token(seq)) / per_key + 1
     np.testing.assert_allclose(counted, seen, rtol=0.01)
+
+
+@pytest.mark.parametrize(("chunk", "seq"), [(8, 32), (8, 37), (64, 32)])
+def test_flops_count_the_keys_of_chunks(chunk, seq):
+    def flops_per_token(override):
+        run = small_run("llama4_tiny", override, "model.layers=1", "model.block_pattern=[attention]")
+        return run.model.flops_per_token(seq), 4 * run.model.attention.heads * run.model.attention.head_dim
+
+    (flops, per_key), (one_key_flops, _) = (flops_per_token(f"model.attention.windows=[{w}]") for w in (chunk, 1))
+    np.testing.assert_allclose((flops - one_key_flops) / per_key + 1, np.mean(np.arange(seq) % chunk + 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "key"),
+    [
+        ("llama4_tiny", ["dilations=[2]"], "dilations"),
+        ("llama4_tiny", ["global_tokens=1"], "global_tokens"),
+        ("llama4_tiny", ["rope_layers=[]"], "rope_layers"),
+        ("llama4_tiny", ["temperature_interval=0"], "temperature_interval"),
+        ("gpt_oss_tiny", ["rope_stretch.factor=2"], "yarn.factor"),
+        ("gpt_oss_tiny", ["rope_theta=1"], "rope_theta"),
+        ("nanochat_tiny", ["rope_layers=[true,false]"], "rope_layers"),
+    ],
+)
+def test_settings_of_attention_that_do_not_fit_are_refused(model, settings, key):
+    run = parse_run([f"model={model}", "mode=show", *(f"model.attention.{setting}" for setting in settings)])
+    assert [problem.key for problem in run.model.problems()] == [f"model.attention.{key}"]

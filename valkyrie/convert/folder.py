@@ -30,6 +30,8 @@ COPIED_FILES += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_
 """Files for the tokenizer and for generation. Conversions copy these unchanged in both directions."""
 OTHER_FOLDER_REMEDY = "another FOLDER"
 """Remedy that error messages suggest if the output folder cannot be written."""
+_MULTIMODAL, _TEXT_ONLY, _TEXT_PREFIX = "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "language_model."
+"""Class of Llama 4 with a vision encoder, class of its language model, and prefix of the latter's tensors."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
 
@@ -38,13 +40,13 @@ class Weights:
     """The tensors of a Hugging Face folder. Opening it reads their shapes and dtypes; `read` reads a tensor.
 
     If config.json has `quant_method=mxfp4`, two tensors `NAME_blocks` and `NAME_scales` count as one, `NAME`, in
-    bfloat16.
+    bfloat16. Of a Llama 4 with a vision encoder, only the language model is visible.
 
     The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
 
     Attributes:
         folder: The folder.
-        config: Contents of config.json.
+        config: Contents of config.json (`language_model_config`).
         shapes: Shape of each tensor, by name.
         dtypes: Dtype of each tensor, by name, as in safetensors files, such as `BF16`.
     """
@@ -53,7 +55,9 @@ class Weights:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder. Use a folder that has {CONFIG_FILE} and {WEIGHTS_FILE}.")
         self.folder = folder
-        self.config = _read_json(folder / CONFIG_FILE, folder)
+        config = _read_json(folder / CONFIG_FILE, folder)
+        self.config = language_model_config(config)
+        self._prefix = "" if self.config is config else _TEXT_PREFIX
         self._file_by_tensor: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -80,7 +84,7 @@ class Weights:
         path = self.folder / self._file_by_tensor[name]
         try:
             with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
-                return file.get_tensor(name)
+                return file.get_tensor(self._prefix + name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
 
@@ -141,8 +145,10 @@ class Weights:
         path = self.folder / name
         try:
             with safe_open(path, "np") as file:
-                for tensor_name in file.offset_keys():
-                    tensor_slice = file.get_slice(tensor_name)
+                for stored_name in file.offset_keys():
+                    if not stored_name.startswith(self._prefix):
+                        continue
+                    tensor_name, tensor_slice = stored_name.removeprefix(self._prefix), file.get_slice(stored_name)
                     self._file_by_tensor[tensor_name] = name
                     self.shapes[tensor_name], self.dtypes[tensor_name] = (
                         tuple(tensor_slice.get_shape()),
@@ -151,6 +157,15 @@ class Weights:
         except (SafetensorError, OSError) as error:
             refuse_git_lfs_pointer(path, "the weights")
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
+
+
+def language_model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the language model of a Llama 4 with a vision encoder, and others unchanged."""
+    text_config = config.get("text_config")
+    if config.get("architectures") != [_MULTIMODAL] or not isinstance(text_config, dict):
+        return config
+    shared_entries = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    return {**shared_entries, **text_config, "architectures": [_TEXT_ONLY]}
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -25,6 +25,7 @@ from valkyrie.convert.folder import (
     OTHER_FOLDER_REMEDY,
     copy_other_files,
     describe_tensors,
+    language_model_config,
     write_folder,
 )
 from valkyrie.convert.load import ORIGINALS_FOLDER, PREFIX_FILE
@@ -191,6 +192,7 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
     original_file = run_folder / ORIGINALS_FOLDER / CONFIG_FILE
     original_config = json.loads(original_file.read_bytes()) if original_file.is_file() else {}
+    original_config = dict(language_model_config(original_config))
     default_dtype = "bfloat16" if original_config.pop("quantization_config", None) else "float32"
     old_dtype = original_config.get("dtype") or original_config.get("torch_dtype") or default_dtype
     assert isinstance(run.model, Stack)
