@@ -305,6 +305,15 @@ def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:
     assert schedules == {"gpipe", "1f1b", "circular"}
 
 
+def test_short_chunks_of_the_loss_cost_more_additions_of_the_gradient() -> None:
+    overrides = ("target=v5e-8", "model=gpt_125m", "seq=16384", "batch=8", "mesh=8x1x1", "partition=dp")
+    runs = [parse_run([*overrides, f"model.loss_chunk={chunk}"]) for chunk in (128, 256, 512)]
+    short_s, middle_s, long_s = (float(estimate_runs([run], Efficiency())[0]["head"]) for run in runs)
+    unembedding_bytes = 4 * runs[0].model.vocab_rows * 768  # float32
+    assert short_s - long_s == pytest.approx(24 * 2 * unembedding_bytes / (0.8 * 819e9), rel=0.5)
+    assert short_s > middle_s > long_s
+
+
 def test_estimated_seconds_of_collectives() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])

@@ -26,6 +26,7 @@ from valkyrie.config.run import Run
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
 from valkyrie.tasks.next_token import token_losses
+from valkyrie.train.memory import MemoryEstimator, to_candidates
 
 
 @lru_cache
@@ -332,3 +333,13 @@ def test_flops_count_the_keys_of_chunks(chunk, seq):
 def test_settings_of_attention_that_do_not_fit_are_refused(model, settings, key):
     run = parse_run([f"model={model}", "mode=show", *(f"model.attention.{setting}" for setting in settings)])
     assert [problem.key for problem in run.model.problems()] == [f"model.attention.{key}"]
+
+
+@pytest.mark.parametrize(("sequences", "positions"), [(1, 32), (2, 16), (3, 16), (4, 8), (8, 8)])
+def test_fewer_sequences_have_longer_chunks_of_the_loss(sequences: int, positions: int) -> None:
+    run, module = build_model("gpt_tiny", "model.loss_chunk=8", "seq=64", f"batch={sequences}", "mesh=1x1x1")
+    hidden = jnp.zeros((sequences, 64, run.model.embed))
+    tokens, weights = jnp.zeros(hidden.shape[:2], jnp.int32), jnp.ones(hidden.shape[:2])
+    program = str(jax.make_jaxpr(lambda x: module.head_loss(x, tokens, weights).objective_sum)(hidden))
+    assert f"length={64 // positions}" in program  # of the scan over chunks
+    assert MemoryEstimator(run, to_candidates([run])).loss_positions(8)[1] == [positions]

@@ -26,8 +26,9 @@ from valkyrie.parallel.pipeline import SEND_SCOPE
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.records import encode
 from valkyrie.search.compile.alternatives import fuller_remats
-from valkyrie.train.memory import legal_remats, recomputed_activations
+from valkyrie.train.memory import recomputed_activations
 from valkyrie.train.program import serialised_module
+from valkyrie.train.show import legal_remats
 
 SEQUENCE = ("partition.activations.batch=[x]", "partition.activations.seq=[y]")
 ONCE = "partition.sum_gradients_per=step"

@@ -37,8 +37,9 @@ from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.summary import remat_report
-from valkyrie.train.memory import legal_remats, recomputed_activations, saved_bytes
+from valkyrie.train.memory import recomputed_activations, saved_bytes
 from valkyrie.train.program import StepProgram
+from valkyrie.train.show import legal_remats
 
 REMATS = config_names("remat")
 

@@ -6,6 +6,7 @@ The three parts are separate methods, because tasks and pipelines call them sepa
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ from valkyrie.models.layers import (
     normal,
     parameter,
 )
+from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.ops.attention.pattern import apply_soft_cap
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
@@ -330,17 +332,19 @@ class LanguageModel(nnx.Module):
     ) -> Losses:
         """Return the losses of a residual stream, without auxiliary losses.
 
-        Logits are computed for `loss_chunk` positions at a time.
+        Logits are computed for `loss_chunk` positions at a time, or more if a device has fewer than `LOSS_SEQUENCES`
+        sequences.
         """
         hidden = self.norm(x)
         position_axes, shards, channel_axis = _loss_sharding(shard, hidden.shape[1])
+        local_sequences = max(1, hidden.shape[0] // shard.shard_count("batch"))
         sums = cross_entropy(
             shard(hidden, "batch", position_axes, channel_axis),
             shard.shard_for_storage(self._unembedding_table, "vocab", "embed"),
             targets,
             weights,
             vocab_size=self.config.vocab_size,
-            chunk=self.config.loss_chunk,
+            chunk=self.config.loss_chunk * max(1, math.ceil(LOSS_SEQUENCES / local_sequences)),
             z_loss=self.config.z_loss,
             soft_cap=self.config.logits_soft_cap,
             seq_shards=shards,

@@ -22,9 +22,10 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation, padding_ratio
+from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
-from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
+from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
@@ -352,17 +353,28 @@ class MemoryEstimator:
         others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
         return np.take_along_axis(totals, largest, axis=0)[0], others
 
+    @property
+    def _local_sequences(self) -> np.ndarray:
+        layouts = self.layouts
+        batch = self.run.config.batch if layouts.batch_sizes is None else layouts.batch_sizes
+        return batch / layouts.microbatches / layouts.axes_size(layouts.activations[BATCH])
+
+    def loss_positions(self, loss_chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions whose loss a device computes, and how many at a time, given `model.loss_chunk`."""
+        shards = self.layouts.axes_size(self.layouts.loss_axes)
+        positions = self.run.config.seq / self.layouts.axes_size(self.layouts.activations[SEQ])
+        positions = np.where(positions % shards == 0, positions / shards, positions)
+        chunk = loss_chunk * np.maximum(1.0, np.ceil(LOSS_SEQUENCES / self._local_sequences))
+        return positions, np.minimum(positions, chunk)
+
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.axes_size(layouts.activations[SEQ])
-        if activation.positions is not None:  # the logits of a chunk of positions
-            shards = layouts.axes_size(layouts.loss_axes)
-            positions = np.where(positions % shards == 0, positions / shards, positions)
-            positions = np.minimum(positions, activation.positions)
-        batch = config.batch if layouts.batch_sizes is None else layouts.batch_sizes
-        elements = batch / layouts.microbatches / layouts.axes_size(layouts.activations[BATCH]) * positions
+        if activation.positions is not None:
+            _, positions = self.loss_positions(activation.positions)
+        elements = self._local_sequences * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
         elements = elements * layouts.row_copies(activation.gathered_rows)
@@ -450,7 +462,6 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     saves layer inputs only.
     """
     layout, remat = run.layout, run.config.remat
-    # 1F1B always saves layer inputs only, whatever remat says.
     if layout.pipeline is not None and layout.pipeline.is_1f1b:
         return {}
     sizes: dict[str, float] = defaultdict(float)
@@ -464,13 +475,6 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
             if activation.needed_for is not None:
                 prerequisites[activation.needed_for][activation.name] = None
     return {name: (int(size), tuple(prerequisites[name])) for name, size in sizes.items()}
-
-
-def legal_remats(run: Run) -> dict[str, RematConfig]:
-    """Return the remat policies that are legal for a run, by label: the shipped ones and the run's own."""
-    remats = {name: load_remat(name) for name in shipped_remat_names()}
-    remats.setdefault(run.config.remat.label, run.config.remat)
-    return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problem_identities()}
 
 
 def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:

@@ -15,13 +15,12 @@ from valkyrie.models import LayeredModel, Model
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind, SumGradientsPer
-from valkyrie.parallel.remat import SAVE_EVERYTHING
+from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig, load_remat, shipped_remat_names
 from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
     accumulated_gradients,
     expected_memory,
-    legal_remats,
     saved_bytes,
     to_candidates,
 )
@@ -172,3 +171,10 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
+
+
+def legal_remats(run: Run) -> dict[str, RematConfig]:
+    """Return the remat policies that are legal for a run, by label: the shipped ones and the run's own."""
+    remats = {name: load_remat(name) for name in shipped_remat_names()}
+    remats.setdefault(run.config.remat.label, run.config.remat)
+    return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problem_identities()}

@@ -56,7 +56,7 @@ class Efficiency:
     passes: float = 1.0
     passes_again: float = 0.7
     passes_kept: float = 4.0
-    logits_passes: float = 3.0
+    logits_passes: float = 0.8
     scores_passes: float = 0.0
     launch_s: float = 2e-6
     hidden_weights: float = 0.7

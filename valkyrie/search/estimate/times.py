@@ -32,10 +32,7 @@ from valkyrie.train.memory import MemoryEstimator
 BACKWARD_FLOPS_RATIO = 2.0
 """FLOPs of a matmul's backward pass relative to its forward pass: two matmuls of the same size."""
 MIXING_BACKWARD_FLOPS_RATIO = 2.5
-"""FLOPs of attention's backward pass relative to its forward pass: five matmuls to two (FlashAttention-2).
-
-Source: arXiv 2307.08691.
-"""
+"""FLOPs of attention's backward pass relative to its forward pass: five matmuls to two (arXiv 2307.08691)."""
 COMPUTE_PARTS = ("products", "mixing", "moving", "head", "optimizer", "launching")
 """The parts of `EstimatedTimes.parts` that are neither communication nor idle time."""
 
@@ -194,19 +191,22 @@ class StepEstimator:
     def _head_seconds(self) -> np.ndarray:
         """Seconds of the forward and backward pass of the logits in one microbatch.
 
+        The loss computes the logits of a chunk of positions at a time, and again in the backward pass. Each chunk adds
+        its part of the unembedding's gradient to a float32 array in HBM, while its last matmul runs.
         The stages of a pipeline share this work if `Candidates.shares_loss` is set.
         """
-        model = self.work.run.model
-        rows = (
-            self.local_tokens
-            / self.layouts.axes_size(self.layouts.loss_axes)
-            / (self.layouts.stages if self.layouts.shares_loss else 1)
-        )
-        n = model.vocab_rows / self.layouts.count_parts("vocab", "used", model.vocab_rows)
-        k = np.full(len(self.layouts), float(self.work.embed))
-        logits = 4.0 * 2 * rows * n / self.hbm_bandwidth
-        matmul_s = self._matmul_seconds(rows, k, np.asarray(n))
-        return (1 + BACKWARD_FLOPS_RATIO) * matmul_s + self.efficiency.logits_passes * logits
+        model, layouts = self.work.run.model, self.layouts
+        rows = self.local_tokens / layouts.axes_size(layouts.loss_axes) / (layouts.stages if layouts.shares_loss else 1)
+        n = np.asarray(model.vocab_rows / layouts.count_parts("vocab", "used", model.vocab_rows))
+        k = np.full(len(layouts), float(self.work.embed))
+        chunks, matmuls = np.ones(len(layouts)), 1 + BACKWARD_FLOPS_RATIO
+        if self.work.loss_chunk is not None:
+            positions, chunk = self.memory.loss_positions(self.work.loss_chunk)
+            chunks, matmuls = np.ceil(positions / chunk), matmuls + 1
+        matmul_s = self._matmul_seconds(rows / chunks, k, n)
+        addition_s = np.where(chunks > 1, 2 * 4.0 * k * n / self.hbm_bandwidth, 0.0)
+        logits_s = self.efficiency.logits_passes * 2 * 4.0 * rows * n / self.hbm_bandwidth
+        return chunks * (matmuls * matmul_s + np.maximum(addition_s - matmul_s, 0.0)) + logits_s
 
     def _mixing_seconds(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of attention scores and scans in a microbatch: forward, recomputation and backward."""

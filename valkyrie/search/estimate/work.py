@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from valkyrie.axes import BATCH, SEQ, GatheredRows, Parameter
 from valkyrie.config.run import Run
@@ -140,6 +141,11 @@ class StepWork:
     def itemsize(self) -> int:
         """Bytes of a number in the compute dtype."""
         return self.run.config.precision.compute.itemsize
+
+    @cached_property
+    def loss_chunk(self) -> int | None:
+        """`model.loss_chunk`, or None if the loss computes all logits at once."""
+        return next((a.positions for a in self.run.model.working_activations() if a.positions is not None), None)
 
 
 def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
