@@ -212,7 +212,7 @@ def main() -> None:
         seconds = (time.perf_counter() - start) / len(layouts)
         compiled = [layout for layout in estimates if found[layout].step_s]
         correlation: Any = spearmanr([estimates[n].step_s for n in compiled], [found[n].step_s for n in compiled])
-        orders = (CompileOrder(SLICE, list(layouts), known) for known in (estimates, {}))
+        orders = (CompileOrder(list(layouts), known) for known in (estimates, {}))
         by_estimate, by_difference = (count_compiles(found, order) for order in orders)
         print(
             f"{name}: rank correlation {correlation.statistic:.2f} over {len(compiled)} layouts, {seconds:.1f} s per "

@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ from valkyrie.units import count_text, duration_text, memory_text
 if TYPE_CHECKING:
     from valkyrie.results import Result
     from valkyrie.search.compile.partitioner import ProgramEstimate
-    from valkyrie.search.correcting import CorrectedTime
 
 SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
 """Names of the record and the HTML page that `Comparison.save` writes."""
@@ -45,7 +43,7 @@ class ComparedProgram:
         status: Status of the prediction, or None if the layout is only estimated.
         reason: Why the status is not `ok`, or None.
         step_s: Step time in seconds: measured, or else predicted and multiplied by the comparison's ratio. Predicted
-            times are those of compiled programs, or else estimates corrected by compiled programs.
+            times are those of compiled programs, or else estimates.
         predicted_s: Predicted step time in seconds.
         measured_s: Measured step time in seconds.
         tokens_per_second: Tokens (or other units) per second on all devices at `step_s`.
@@ -158,24 +156,18 @@ class Comparison:
         ratios = [seconds / predicted[name] for name, seconds in self.measured_s.items() if name in predicted]
         return statistics.median(ratios) if ratios else None
 
-    @cached_property
-    def estimated_times(self) -> dict[str, CorrectedTime]:
-        """Estimated step times of the layouts that were not compiled, corrected by the compiled ones."""
-        if not self.estimates:
-            return {}
-        from valkyrie.search.program_order import correct_times
-
-        compiled_s = {name: result.step_s for name, result in self.results.items() if result.step_s}
-        times = correct_times(self.estimates, compiled_s, self.target)
-        return {name: time for name, time in times.items() if name not in self.results}
+    @property
+    def uncompiled(self) -> list[str]:
+        """Names of the layouts that are estimated but not compiled, the fastest first."""
+        names = [name for name, estimate in self.estimates.items() if name not in self.results and not estimate.reason]
+        return sorted(names, key=lambda name: self.estimates[name].step_s)
 
     def step_s(self, name: str) -> float | None:
         """Return the measured step time of a layout, or else its predicted one times `ratio`. None if unknown.
 
-        The predicted time of a layout that was not compiled is its corrected estimate.
+        The predicted time of a layout that was not compiled is its estimate.
         """
-        time = self.estimated_times.get(name)
-        predicted = self.results[name].step_s if time is None else time.step_s
+        predicted = self.estimates[name].step_s if name in self.uncompiled else self.results[name].step_s
         return self.measured_s.get(name, None if predicted is None else predicted * (self.ratio or 1.0))
 
     def describe(self, name: str) -> str:
@@ -332,11 +324,17 @@ class Comparison:
         """Return the compiled and estimated layouts by step time, after the best compiled one."""
         compiled = [self._row(name) for name in self.results]
         estimated = [
-            ComparedProgram(name, self.estimates[name].axes, None, None, self.step_s(name), time.step_s)
-            for name, time in self.estimated_times.items()
+            ComparedProgram(
+                *(name, self.estimates[name].axes, None, None),
+                step_s=self.step_s(name),
+                predicted_s=self.estimates[name].step_s,
+                measured_s=self.measured_s.get(name),
+                waiting=self.estimates[name].waiting_s / (self.estimates[name].step_s or 1.0),
+            )
+            for name in self.uncompiled
         ]
         fitting = [row for row in compiled if row.step_s and row.status is CompileStatus.ok]
-        large = {name for name in self.estimated_times if self.estimates[name].is_too_large}
+        large = {name for name in self.uncompiled if self.estimates[name].is_too_large}
         timed = sorted(
             [*fitting, *estimated], key=lambda row: (row.name in large, row.name != self.best, row.step_s or 0.0)
         )
@@ -348,7 +346,7 @@ class Comparison:
         from valkyrie.search.program_order import describe_estimates
 
         best_s = None if self.best is None else self.results[self.best].step_s
-        return describe_estimates(self.estimates, self.estimated_times, self.best, best_s)
+        return describe_estimates(self.estimates, self.uncompiled, self.best, best_s)
 
     def _row(self, name: str) -> ComparedProgram:
         result, step_s = self.results[name], self.step_s(name)

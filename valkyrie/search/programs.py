@@ -360,7 +360,7 @@ class ProgramSearch:
             limit_s = _ESTIMATE_SHARE * (self.budget_s or math.inf)
             self.estimates = estimate_layouts(layouts, self.target, limit_s, progress)
             self.estimate_note = describe_missing(self.estimates)
-        order = CompileOrder(self.target, layouts, self.estimates)
+        order = CompileOrder(layouts, self.estimates)
         tried, untried = order.tried, order.untried
         while untried:
             factor = 1.0 if has_step else FIRST_RESULT_FACTOR

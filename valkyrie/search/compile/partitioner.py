@@ -44,6 +44,7 @@ from valkyrie.search.compile.lowered import (
     LoweredProgram,
     plain_target,
 )
+from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.runner import run_compiler
 
@@ -70,7 +71,7 @@ MOVING_SHARE = 0.6
 """Time of operations other than products, kernels and collectives in a compiled step, as a share of their time in the
 partitioned module. It was 0.34 to 1.08 for 16 layouts of two programs on v5e, with a median of 0.62 (LOG.md)."""
 PEAK_RATIO = 2.2
-"""Maximum ratio of an estimate's buffers to the peak memory of the compiled program. It was 0.8 to 2.2 (LOG.md)."""
+"""Maximum ratio of an estimate's buffers to the peak memory of the compiled program. It was 0.6 to 2.2 (LOG.md)."""
 _MOVING_OPCODES = {"bitcast", "convert", "copy", "get-tuple-element", "opt-barrier", "reshape", "transpose", "tuple"}
 """Operations that pass on their operands in another form."""
 _LAST_DUMP = "*memory-usage-report*"
@@ -99,7 +100,6 @@ class ProgramEstimate:
     Args:
         axes: Names and sizes of the axes of the program's mesh, in order.
         step_s: Estimated seconds per step.
-        products_s: Seconds of matrix products.
         waiting_s: Seconds of waiting for communication.
         peak: Bytes of all buffers of a device.
         is_too_large: Whether the program probably does not fit.
@@ -109,7 +109,6 @@ class ProgramEstimate:
 
     axes: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0
-    products_s: float = 0.0
     waiting_s: float = 0.0
     peak: int = 0
     is_too_large: bool = False
@@ -146,11 +145,14 @@ def estimate_programs(
         failure = run_compiler(
             ChildProcess(command, {"JAX_PLATFORMS": "cpu"}, root / "log"),
             time_limit_s,
-            "the time limit",
+            "time_limit_s",
             lambda elapsed: progress(sum(file.is_file() for file in files.values())),
             lambda: all(file.is_file() for file in files.values()),
         )
-        missing = ProgramEstimate(reason=None if failure is None else failure.reason)
+        reason = None if failure is None else failure.reason
+        if failure is not None and failure.status is CompileStatus.timeout:
+            reason = f"estimating took longer than {time_limit_s:.0f} s"
+        missing = ProgramEstimate(reason=reason)
         return {name: read_record(ProgramEstimate, file) if file.is_file() else missing for name, file in files.items()}
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -183,14 +185,12 @@ def estimate_program(folder: Path) -> ProgramEstimate:
         replay = correct_replay(replay_on(request.target, module, request.axes, request.positions), request.target)
     except Exception as error:  # the replay raises errors of many types for programs that are not of its platform
         return ProgramEstimate(reason=f"{type(error).__name__}: {first_lines(str(error))}")
-    products_s, waiting_s = (sum_seconds(replay.parts, kind) for kind in (PartKind.matmul, PartKind.exposed))
     moving_s = sum_seconds(replay.parts, PartKind.compute, PartKind.memory)
     peak = sum(buffer.size for buffer in dump.memory.allocations if not buffer.thread_local)
     return ProgramEstimate(
         request.axes,
         float(replay.step_s) - (1 - MOVING_SHARE) * moving_s,
-        products_s,
-        waiting_s,
+        sum_seconds(replay.parts, PartKind.exposed),
         peak,
         peak > PEAK_RATIO * (usable_hbm(request.target.chip) or math.inf),
         digest([_fingerprint(dump.module.SerializeToString()), list(map(str, request.positions))]),
