@@ -187,6 +187,7 @@ def test_nothing_is_imported_before_it_is_used():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_showing_a_run_does_not_initialise_jax():
     """JAX's first use fixes the number of CPU devices. If showing a run used JAX, training would find one device."""
     code = f"""

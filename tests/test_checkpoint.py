@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import mark_slow_except
 from runs import open_checkpoints
 from valkyrie.checkpoint import CheckpointConfig, durable, latest_step, stored_checkpoints
 from valkyrie.checkpoint.location import METADATA_FILE
@@ -191,7 +192,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", mark_slow_except(DAMAGES, [*DAMAGES][::4]))
 def test_the_previous_checkpoint_replaces_a_damaged_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -223,7 +224,7 @@ INTERRUPTED_COPIES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", INTERRUPTED_COPIES)
+@pytest.mark.parametrize("damage", mark_slow_except(INTERRUPTED_COPIES, [*INTERRUPTED_COPIES][::3]))
 def test_the_previous_checkpoint_replaces_one_whose_copy_was_interrupted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:

@@ -269,6 +269,7 @@ def test_a_program_that_overlaps_nothing_near_the_limit_is_compiled_with_other_o
     assert bool(settings_for_training(options)) == is_second, "training needs the same options"
 
 
+@pytest.mark.slow
 def test_a_layout_is_compiled_once(tiny_run: Run, monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
     first_run = compile_layout(tiny_run, 300, progress=lines.append)

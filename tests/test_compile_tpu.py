@@ -84,7 +84,6 @@ def test_the_module_is_written_to_the_requested_path(folder: Path, prediction: d
     assert (folder / "runs" / "first" / "module.hlo.pb").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_an_equal_layout_is_not_compiled_again(folder: Path, prediction: dict[str, Any]):
     again = run_train_process(folder, *TINY_OVERRIDES, "name=again")
     second = json.loads((folder / "runs" / "again" / "compile.json").read_text())

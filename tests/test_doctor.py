@@ -222,6 +222,7 @@ def checkpoint_findings(folder: Path, *overrides: str) -> list[Finding]:
     return run_checks([RESUME_CHECK], CheckContext(parse_run([f"resume={folder}", *overrides])))
 
 
+@pytest.mark.slow
 def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     assert [finding.severity for finding in checkpoint_findings(folder)] == [OK]

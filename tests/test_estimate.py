@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from helpers import LANGUAGE_MODELS, config_names, mark_slow_except, shared_run
 from valkyrie.config.arguments import parse_run
@@ -395,6 +394,8 @@ def compose_row(overrides: Sequence[str]) -> Run:
 
 
 def test_estimates_rank_compiled_layouts_correctly() -> None:
+    from scipy.stats import spearmanr  # takes 1 s, in every collection if imported above
+
     rows = [row for row in json.loads(COMPILED_FILE.read_text()) if row["space"] == "gpt" and row["step_s"]]
     runs = [compose_row(row["overrides"]) for row in rows]
     estimates = [entry["step"] for entry in estimate_runs(runs, Efficiency())]

@@ -285,6 +285,7 @@ def test_a_batch_of_prompts_continues_like_each_prompt_alone(name: str) -> None:
     assert complete_prompts(name, batch=3) == alone and len(set(alone)) > 2
 
 
+@pytest.mark.slow
 def test_a_sampled_text_depends_only_on_its_index_and_the_seed() -> None:
     texts = complete_prompts("s5_tiny", 5, temperature=1.0, top_k=40, seed=1)
     assert texts == complete_prompts("s5_tiny", 2, temperature=1.0, top_k=40, seed=1)

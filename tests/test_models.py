@@ -181,6 +181,7 @@ def test_padding_does_not_change_the_loss(model):
     assert not np.any(masked_losses.per_token[np.asarray(weights) == 0])
 
 
+@pytest.mark.slow
 def test_loss_is_the_log_likelihood_of_the_logits():
     run, module = build_model("valkyrie_tiny")
     batch = jax.tree.map(jnp.asarray, make_batch(run))
@@ -276,7 +277,7 @@ FLOPS = {
 }
 
 
-@pytest.mark.parametrize("case", FLOPS)
+@pytest.mark.parametrize("case", mark_slow_except(FLOPS, ["s5", "both"]))
 def test_flops_of_the_config_equal_those_of_the_program(case):
     """Uses bidirectional full attention, where every query sees every key, so no product is masked."""
     run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])

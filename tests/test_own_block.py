@@ -150,6 +150,7 @@ def test_checks_of_a_users_block_refuse_mistakes(folder):
     assert "no block s5" in result.stderr and "gated_conv, attention" in result.stderr
 
 
+@pytest.mark.slow
 def test_earlier_names_are_refused(tmp_path):
     folder = write_folder(tmp_path / "folder")
     module = folder / "gated_unit.py"
@@ -163,6 +164,7 @@ def test_earlier_names_are_refused(tmp_path):
         assert refusal.returncode == 2 and f"{module}, line " in refusal.stderr and f"called {name}." in refusal.stderr
 
 
+@pytest.mark.slow
 def test_an_incomplete_block_is_refused(tmp_path):
     folder = write_folder(tmp_path / "folder")
     module = folder / "gated_unit.py"
@@ -187,6 +189,7 @@ def test_an_incomplete_block_is_refused(tmp_path):
         assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
 
 
+@pytest.mark.slow
 def test_an_error_in_the_module_of_a_block_is_located(tmp_path):
     folder = write_folder(tmp_path / "folder")
     module = folder / "gated_unit.py"

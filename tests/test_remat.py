@@ -81,7 +81,7 @@ def long_run(model: str) -> Run:
     return small_run(model, "seq=256", "batch=4")
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize("model", mark_slow_except(["gpt_tiny", "valkyrie_tiny"], ["valkyrie_tiny"]))
 @pytest.mark.parametrize("remat", mark_slow_except([r for r in REMATS if r != "none"], ["dots", "minimal"]))
 def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat: str):
     run = long_run(model).changed(remat=load_remat(remat))
@@ -89,7 +89,7 @@ def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat:
     assert forward_output_bytes(run, "tpu") == (expected.device_total, expected.host_total), expected
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", mark_slow_except(MODELS, ["valkyrie_tiny", "moe_tiny", "trm_tiny"]))
 def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str):
     run = small_run(model)
     named = {*re.findall(r"name\[name=(\w+)\]", str(trace_step(run)))}
@@ -195,6 +195,7 @@ def test_every_policy_reports_its_bytes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 @pytest.mark.parametrize("partition", mark_slow_except(["fsdp", "2d_tp"], ["fsdp"]))
 def test_activation_names_do_not_change_the_program(model: str, partition: str, monkeypatch: pytest.MonkeyPatch):
