@@ -398,7 +398,7 @@ def test_the_first_compile_stops_after_twice_the_budget_and_the_answer_is_an_est
     assert "120 s" in before and "mode.budget=4min" in before and "mode.compiles=0" in before, "the plan is too short"
     assert 0 < printed.index(answer["warning"]) < printed.index("bound by"), "the warning is above the table"
     earlier_s.append(400.0)
-    assert " budget=7min" in search("partition=fsdp", "remat=full", "mode.budget=1min").answer["warning"]
+    assert " mode.budget=7min" in search("partition=fsdp", "remat=full", "mode.budget=1min").answer["warning"]
     answer = search("partition=fsdp", "remat=full", "mode.compiles=0").answer
     assert answer["warning"] == "", "these estimates were requested"
 
