@@ -345,7 +345,13 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
     rules = {"a": 0.4, "b": 0.2, "large": 0.3, "c": 0.1, "same": 0.1}
     search: Callable[..., valkyrie.Comparison] = valkyrie.search
     search_result = search(
-        lambda mesh, rule: (step, (rule,)), slice=SLICE, axes=("data",), rules=rules, budget=60, folder=tmp_path
+        lambda mesh, rule: (step, (rule,)),
+        slice=SLICE,
+        axes=("data",),
+        rules=rules,
+        budget=60,
+        folder=tmp_path,
+        tokens=80,
     )
     names = {rule: f"{rule} on mesh data=8" for rule in rules}
     assert compiled == [f"step ({names[rule]})" for rule in "cb"], "the same program is not compiled twice"
@@ -355,11 +361,16 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
     assert rows[names["a"]].status is None and rows[names["a"]].waiting == 0.25 and rows[names["a"]].axes == {"data": 8}
     assert rows[names["same"]].step_s == 0.1 and f"({names['same']})" in str(search_result[names["same"]])
     assert rows[names["a"]].step_s == search_result.step_s(names["a"]) == 0.8
+    assert f"untried: {names['large']}, {names['a']}" in search_result.notes[0]
     assert "estimated" in str(search_result) and "probably slower" in str(search_result)
     assert f"the same program: {names['c']}, {names['same']}" in str(search_result)
     record = read_record(ComparisonRecord, tmp_path / SEARCH_FILE)
     columns = {column.key: column.wandb_value(rows[names["a"]]) for column in comparison_columns(record)}
-    assert columns["by"] == "estimated" and columns["step_ms"] == pytest.approx(800)
+    assert (
+        columns["by"] == "estimated"
+        and columns["tokens_per_second"] == pytest.approx(100)
+        and columns["step_ms"] == pytest.approx(800)
+    )
     assert record.rows == search_result.record.rows and names["a"] in (tmp_path / PAGE_FILE).read_text()
 
 

@@ -323,10 +323,12 @@ class Comparison:
     def _rows(self) -> tuple[ComparedProgram, ...]:
         """Return the compiled and estimated layouts by step time, after the best compiled one."""
         compiled = [self._row(name) for name in self.results]
+        tokens = [row.tokens_per_second * row.step_s for row in compiled if row.tokens_per_second and row.step_s]
         estimated = [
             ComparedProgram(
                 *(name, self.estimates[name].axes, None, None),
-                step_s=self.step_s(name),
+                step_s=(step_s := self.step_s(name)),
+                tokens_per_second=tokens[0] / step_s if tokens and step_s else None,
                 predicted_s=self.estimates[name].step_s,
                 measured_s=self.measured_s.get(name),
                 waiting=self.estimates[name].waiting_s / (self.estimates[name].step_s or 1.0),

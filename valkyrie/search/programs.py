@@ -418,7 +418,8 @@ class ProgramSearch:
         self, reason: str, limit: str, tried: Sequence[ProgramLayout], untried: Sequence[ProgramLayout], longer: str
     ) -> None:
         """Set `note`. `reason` is why the search ends, and `longer` how to change the call that continues it."""
-        names = [layout.name for layout in untried]
+        steps_s = {name: estimate.step_s or math.inf for name, estimate in self.estimates.items()}
+        names = sorted([layout.name for layout in untried], key=lambda name: steps_s.get(name, math.inf))
         names = names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], f"{len(names) - _MAX_NAMES} more"]
         self.note = (
             f"{len(tried)} of {len(tried) + len(untried)} layouts were compiled within {limit}, because {reason}; "
