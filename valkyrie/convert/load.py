@@ -55,8 +55,8 @@ def import_folder(
 
     Returns the path of the run folder.
 
-    Needs memory for all tensors in the dtype of their files, plus up to a gigabyte for copies. Raises ValueError if the
-    folder cannot be converted, the tokenizer does not match, or the run folder exists.
+    Needs memory for all tensors in the dtype of their files (bfloat16 for MXFP4), plus copies of the largest one.
+    Raises ValueError if the folder cannot be converted, the tokenizer does not match, or the run folder exists.
 
     Args:
         folder: The Hugging Face folder.
