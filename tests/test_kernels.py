@@ -216,6 +216,10 @@ put { y = f32[4096,256]{1,0:S(1)} parameter(0)
   u = f32[8192,256]{1,0:S(1)} parameter(2)
   ROOT p = f32[4096,256]{1,0:S(1)} scatter(y, i, u), update_window_dims={1}, inserted_window_dims={0},
     scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=sum }
+scale { y = f32[4096,256]{1,0:S(1)} parameter(0)
+  i = s32[8192]{0:S(1)} parameter(1)
+  u = f32[8192,256]{1,0:S(1)} parameter(2)
+  ROOT q = f32[4096,256]{1,0:S(1)} fusion(y, i, u), kind=kCustom, calls=put }
 ENTRY e {
   x = bf16[4096,256]{1,0:S(1)} parameter(0)
   i = s32[8192]{0:S(1)} parameter(1)
@@ -224,7 +228,7 @@ ENTRY e {
   f = bf16[8192,256]{1,0:S(1)} fusion(x, i), kind=kCustom, calls=take
   y = f32[4096,256]{1,0:S(1)} parameter(3)
   u = f32[8192,256]{1,0:S(1)} parameter(4)
-  ROOT t = f32[4096,256]{1,0:S(1)} fusion(y, i, u), kind=kCustom, calls=put
+  ROOT t = f32[4096,256]{1,0:S(1)} fusion(y, i, u), kind=kCustom, calls=scale
 }
 """
     chip = known_chips()["v5e"]

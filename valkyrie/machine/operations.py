@@ -155,14 +155,17 @@ def _rearranging_seconds(instruction: Instruction, chip: ChipConfig) -> float:
         numbers = instruction.operands[0].shape
         return sort_seconds(float(numbers.element_count), chip, numbers.dims[instruction.message.dimensions[0]])
     bodies, seconds = instruction.called_computations if instruction.opcode == "fusion" else [], 0.0
-    for gather in (i for body in bodies for i in body.instructions if i.opcode == "gather"):
-        width = math.prod(gather.shape.dims[i] for i in gather.message.gather.offset_dims)
-        rows = gather.shape.element_count / max(width, 1)
-        seconds += gather_seconds(rows, float(width), gather.shape.bytes // max(gather.shape.element_count, 1), chip)
-    for scatter in (i for body in bodies for i in body.instructions if i.opcode == "scatter"):
-        updates = scatter.operands[-1].shape
-        width = math.prod(updates.dims[i] for i in scatter.message.scatter.update_window_dims)
-        seconds += add_seconds(updates.element_count / max(width, 1), float(width), chip)
+    for i in (i for body in bodies for i in body.instructions):
+        if i.opcode == "gather":
+            width = math.prod(i.shape.dims[dim] for dim in i.message.gather.offset_dims)
+            rows, itemsize = i.shape.element_count / max(width, 1), i.shape.bytes // max(i.shape.element_count, 1)
+            seconds += gather_seconds(rows, float(width), itemsize, chip)
+        elif i.opcode == "scatter":
+            updates = i.operands[-1].shape
+            width = math.prod(updates.dims[dim] for dim in i.message.scatter.update_window_dims)
+            seconds += add_seconds(updates.element_count / max(width, 1), float(width), chip)
+        elif i.opcode == "fusion":  # sums of rows are a fusion within a fusion
+            seconds += _rearranging_seconds(i, chip)
     return seconds
 
 
