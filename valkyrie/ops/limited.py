@@ -30,10 +30,12 @@ class LimitedRows(NamedTuple):
 
     Args:
         order: For each row, the index of its assignment, numbered by token of the device's group and then by choice.
+        permutation: `order`, followed by the indices of all other assignments.
         group_sizes: Number of rows of each of the device's experts, which are the first rows.
     """
 
     order: Int[Array, " rows"]
+    permutation: Int[Array, " assignments"]
     group_sizes: Int[Array, "shards local_experts"]
 
 
@@ -59,15 +61,16 @@ def plan_limited(
         counts = jnp.sum(by_sender == jnp.arange(local_count), axis=1, dtype=jnp.int32)
         row_count = count_rows(len(assigned) // top_k, top_k, count, shards, capacity_factor)
         kept = limit_counts(counts, row_count)
-        order = move_dropped_rows(order, counts.T.reshape(-1), kept.T.reshape(-1))[:row_count]
-        group_sizes = kept.sum(0)
+        permutation = move_dropped_rows(order, counts.T.reshape(-1), kept.T.reshape(-1))
+        order, group_sizes = permutation[:row_count], kept.sum(0)
         sequences = jnp.where(jnp.arange(row_count) < group_sizes.sum(), order // (top_k * seq), -1)
         kept = jnp.sum(sequences[:, None] == jnp.arange(len(assigned) // (top_k * seq)), axis=0, dtype=jnp.float32)
-        return [order, group_sizes[None], sum_over_sequences(scatter_sums(gathered_axes, kept), shard)]
+        kept = sum_over_sequences(scatter_sums(gathered_axes, kept), shard)
+        return [order, permutation, group_sizes[None], kept]
 
-    out_axes = [(ROWS,), (ROWS, None), (BATCH,)]
-    order, group_sizes, kept = shard.map(plan, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts)
-    return LimitedRows(order, group_sizes), kept
+    out_axes = [(ROWS,), (ROWS,), (ROWS, None), (BATCH,)]
+    *arrays, kept = shard.map(plan, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts)
+    return LimitedRows(*arrays), kept
 
 
 def dispatch_limited(
@@ -83,7 +86,7 @@ def dispatch_limited(
         return _take(tokens, order // top_k, jnp.arange(len(order)) < sizes.sum())
 
     in_axes = ((BATCH, SEQ, axis), (ROWS,), (ROWS, None))
-    return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, *rows)
+    return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, rows.order, rows.group_sizes)
 
 
 def combine_limited(
@@ -99,18 +102,19 @@ def combine_limited(
     """
     gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
-    def combine(outputs: Array, order: Array, sizes: Array, weights: Array) -> Array:
+    def combine(outputs: Array, order: Array, permutation: Array, sizes: Array, weights: Array) -> Array:
         batch, seq, top_k = weights.shape
         weights = gather_over(gathered_axes, weights.reshape(-1))
         if other_axes:
             weights = jax.lax.pcast(weights, other_axes, to="varying")
         is_used = jnp.arange(len(order)) < sizes.sum()
-        values = jnp.where(is_used[:, None], outputs, 0) * weights[order][:, None]
+        row_weights = _permute(weights, permutation)[: len(order), None]
+        values = jnp.where(is_used[:, None], outputs, 0) * row_weights
         y = _add_to_tokens(values, order // top_k, len(weights) // top_k)
         y = (jax.lax.psum(y, other_axes) if other_axes else y).astype(outputs.dtype)
         return scatter_sums(gathered_axes, y).reshape(batch, seq, -1)
 
-    in_axes = ((ROWS, axis), (ROWS,), (ROWS, None), (BATCH, SEQ, None))
+    in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS, None), (BATCH, SEQ, None))
     return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, *rows, weights)
 
 
@@ -132,6 +136,18 @@ def _take_backward(residuals: tuple[int, Array, Array], g: Array) -> tuple[Array
 
 
 _take.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def _permute(values: Float[Array, " n"], permutation: Int[Array, " n"]) -> Float[Array, " n"]:
+    """Return `values[permutation]`. A TPU sorts numbers much faster than it gathers them by index."""
+    return jax.lax.sort_key_val(jnp.argsort(permutation), values)[1]
+
+
+_permute.defvjp(
+    lambda values, permutation: (_permute(values, permutation), permutation),
+    lambda permutation, g: (jax.lax.sort_key_val(permutation, g)[1], None),
+)
 
 
 def _add_to_tokens(
