@@ -1546,12 +1546,14 @@ def make_step(
     partition: str = "fsdp",
     mesh: str = "8x1x1",
     has_pipeline: bool = False,
-    chips: str = "1 x 8 v5e",
+    chip: str = "v5e",
     mixing: float = 0.2,
+    devices: int = 8,
 ) -> EstimatedStep:
-    """Return an estimated step that takes about a second."""
+    """Return an estimated step that takes about a second on 8 chips."""
     parts = dict.fromkeys((*COMPUTE_PARTS, "weights"), 0.05) | {"products": 0.5, "mixing": mixing}
-    return EstimatedStep(chips, partition, f"{mesh} {partition}", has_pipeline, sum(parts.values()), parts)
+    parts = {name: seconds * 8 / devices for name, seconds in parts.items()}
+    return EstimatedStep(chip, devices, partition, f"{mesh} {partition}", has_pipeline, sum(parts.values()), parts)
 
 
 def test_compiled_layouts_correct_similar_ones_and_narrow_their_intervals() -> None:
@@ -1561,12 +1563,14 @@ def test_compiled_layouts_correct_similar_ones_and_narrow_their_intervals() -> N
         "work": make_step("dp"),
         "partition": make_step(mesh="4x2x1", mixing=0.5),
         "none": make_step("2d_tp", "2x4x1", mixing=0.5),
-        "chips": make_step(chips="1 x 8 v4"),
+        "chips": make_step(chip="v4"),
+        "slice": make_step(mesh="16x1x1", devices=16),
     }
     times = dict(zip(steps, correct_estimates([*steps.values()], compiled), strict=True))
     ratios = {name: times[name].step_s / steps[name].step_s for name in steps}
     assert 1.05 > ratios["remat"] > ratios["partition"] > 1.0 and 1.05 > ratios["work"] > ratios["partition"]
     assert ratios["none"] == pytest.approx(1.0, abs=1e-3) and ratios["chips"] == 1.0
+    assert ratios["remat"] > ratios["slice"] > ratios["partition"]
     widths = {name: time.high_s / time.low_s for name, time in times.items()}
     assert widths["remat"] < widths["partition"] < widths["none"] == pytest.approx(widths["chips"], rel=1e-3)
 

@@ -167,7 +167,8 @@ def estimated_steps(pairs: list[tuple[dict[str, Any], float]]) -> list[Estimated
     for run, parts, (_, step_s) in zip(runs, estimate_runs(runs, chip_efficiency(chip)), pairs, strict=True):
         partition, has_pipeline = run.config.partition.name, run.layout.pipeline is not None
         mesh_partition = f"{run.config.mesh} {partition} {run.config.partition.schedule.value}"
-        steps.append(EstimatedStep(run.config.target.name, partition, mesh_partition, has_pipeline, step_s, parts))
+        devices = run.config.mesh.size
+        steps.append(EstimatedStep(chip.name, devices, partition, mesh_partition, has_pipeline, step_s, parts))
     return steps
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.times import COMPUTE_PARTS
-from valkyrie.search.shortlist import describe_chips, estimate_errors, mesh_partition
+from valkyrie.search.shortlist import chip_name, estimate_errors, mesh_partition
 
 FAMILY_SHARE, MESH_SHARE, WORK_SHARE = 0.1, 0.4, 0.4
 """Shares of the variance that layouts have in common if they agree in family, in mesh as well, and in their work.
@@ -37,7 +37,8 @@ class EstimatedStep:
     """What the correction needs to know about an estimated layout.
 
     Args:
-        chips: Kind and number of chips. Layouts on other chips are not corrected.
+        chip: Kind of chip. Layouts on other kinds are not corrected.
+        devices: Number of chips.
         partition: Name of the partition, or "" if the errors of the platform's estimates are unknown. Most of such an
             error is one factor for all partitions.
         mesh_partition: Name of mesh, partition and schedule.
@@ -46,7 +47,8 @@ class EstimatedStep:
         parts: Seconds of the estimated step by part.
     """
 
-    chips: str
+    chip: str
+    devices: int
     partition: str
     mesh_partition: str
     has_pipeline: bool
@@ -61,11 +63,14 @@ class EstimatedStep:
     @staticmethod
     def from_layout(layout: EstimatedLayout) -> EstimatedStep:
         """Return the step of an estimated layout."""
-        chips, partition = describe_chips(layout.group.target), layout.group.candidates.partition.name
+        target, partition = layout.group.target, layout.group.candidates.partition.name
         name = " ".join(mesh_partition(layout))
-        if not get_platform(layout.group.target.platform).has_estimate_errors:
+        if not get_platform(target.platform).has_estimate_errors:
             partition = ""
-        return EstimatedStep(chips, partition, name, layout.has_pipeline, layout.step_s, layout.parts)
+        devices = target.slices * (target.chips or 1)
+        return EstimatedStep(
+            *(chip_name(layout), devices, partition, name, layout.has_pipeline, layout.step_s, layout.parts)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def correct_estimates(
         weights = np.linalg.solve(known, shared.T).T
         log_scales = weights @ errors
         expected = np.array([_variance(step.has_pipeline) for step in steps])
-        unexpected = np.array([surprises.get((step.chips, step.family), 0.0) for step in steps])
+        unexpected = np.array([surprises.get((step.chip, step.family), 0.0) for step in steps])
         widths = np.sqrt(1 + (unexpected - np.sum(weights * shared, axis=1)) / expected)
     corrected = []
     for step, log_scale, width in zip(steps, log_scales.tolist(), widths.tolist(), strict=True):
@@ -119,10 +124,10 @@ def _variance(has_pipeline: bool = False) -> float:
 
 
 def _surprises(steps: Sequence[EstimatedStep], errors: np.ndarray) -> dict[tuple[str, str], float]:
-    """Return by how much the mean squared error of each kind of chips and family exceeds the variance."""
+    """Return by how much the mean squared error of each kind of chip and family exceeds the variance."""
     excess: dict[tuple[str, str], list[float]] = {}
     for step, error in zip(steps, errors.tolist(), strict=True):
-        excess.setdefault((step.chips, step.family), []).append(error**2 - _variance(step.has_pipeline))
+        excess.setdefault((step.chip, step.family), []).append(error**2 - _variance(step.has_pipeline))
     return {key: max(sum(values) / len(values), 0.0) for key, values in excess.items()}
 
 
@@ -143,12 +148,12 @@ def _shared_covariances(
     shared = _variance() * (shared + WORK_SHARE * np.exp(-distance / 2))
     pipelines = np.array([[step.has_pipeline for step in first]]).T & np.array([step.has_pipeline for step in second])
     shared += max(_variance(has_pipeline=True) - _variance(), 0.0) * pipelines
-    shared += equal("family") * np.array([surprises.get((step.chips, step.family), 0.0) for step in second])
-    return equal("chips") * shared
+    shared += equal("family") * np.array([surprises.get((step.chip, step.family), 0.0) for step in second])
+    return equal("chip") * shared
 
 
 def _work(steps: Sequence[EstimatedStep]) -> np.ndarray:
-    """Return a row per layout. Two rows have a distance well below 1 if the layouts have the same work."""
-    seconds = np.array([[step.parts[name] for name in WORK_PARTS] for step in steps])
+    """Return a row per layout. Two rows have a distance well below 1 if the layouts have the same work in all."""
+    seconds = np.array([[step.devices * step.parts[name] for name in WORK_PARTS] for step in steps])
     shares = [sum(step.parts[name] for name in COMPUTE_PARTS) / step.step_s for step in steps]
     return np.column_stack([np.log(seconds + 1e-12) / WORK_SCALE, np.array(shares) / COMPUTE_SHARE_SCALE])
