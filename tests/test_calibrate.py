@@ -191,7 +191,7 @@ def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(
 
 
 @pytest.mark.usefixtures("without_fit")
-@pytest.mark.parametrize("override", ["precision=float32", "optimizer=muon"])
+@pytest.mark.parametrize("override", [pytest.param("precision=float32", marks=pytest.mark.slow), "optimizer=muon"])
 def test_each_trial_is_estimated_with_its_own_settings(override: str, tmp_path: Path) -> None:
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
@@ -240,6 +240,7 @@ def test_compiles_with_other_compiler_options_are_not_paired(true_efficiency: Ef
     assert fit is not None and unpaired == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fit")
 def test_a_calibration_is_named_after_its_chips(true_efficiency: Efficiency, tmp_path: Path) -> None:
     trials = [*make_trials((32,), true_efficiency), *make_trials((32,), true_efficiency, "microbatches=2")]

@@ -155,6 +155,7 @@ def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_pa
         assert checkpoints.restore(abstract_state(make_state(0))).step == 3
 
 
+@pytest.mark.slow
 def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

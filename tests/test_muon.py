@@ -133,6 +133,7 @@ def test_the_schedule_is_constant_and_then_falls_linearly():
     np.testing.assert_allclose(np.diff(rates[10:]), -0.0019, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_group_has_its_own_rate():
     group_by_name = {"w": "matrix", "bias": "matrix", "table": "embedding", "scale": "input_scale"}
     shapes = {"w": (4, 4), "bias": (4,), "table": (4, 4), "scale": ()}

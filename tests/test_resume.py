@@ -251,6 +251,7 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_a_deleted_run_folder_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: p
     assert measurement_summary(measures).endswith(" is the fastest")
 
 
+@pytest.mark.slow
 def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
     best = make_shortlist(request).fitting[0].group.candidates.partition.name
@@ -131,6 +132,7 @@ def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.Monk
     assert run is not None and run.config.mode.name == "measure" and run.config.target == request.run.config.target
 
 
+@pytest.mark.slow
 def test_a_measured_step_has_the_options_that_its_compile_has_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = parse_request(
         shared_run("mode=search", "target=v5e-8", "model=gpt_tiny", "batch=16", "mode.measure=1", "mode.compiles=1")
@@ -163,7 +165,7 @@ def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert measures.stop_reason in measurement_summary(measures)
 
 
-@pytest.mark.parametrize("stage", [Stage.estimate, Stage.compile])
+@pytest.mark.parametrize("stage", [pytest.param(Stage.estimate, marks=pytest.mark.slow), Stage.compile])
 def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
@@ -178,6 +180,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
     assert measure_report(measures).regret == 0
 
 
+@pytest.mark.slow
 def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
@@ -219,6 +222,7 @@ def make_compiled_layout(request: SearchRequest, entry: EstimatedLayout, factor:
     return CompiledLayout(entry, plan.to_trial(Outcome(Status.ok, results=results), "", 1.0))
 
 
+@pytest.mark.slow
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
