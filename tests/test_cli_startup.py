@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers import mark_slow_except
+
 PROBE = """
 import sys
-from helpers import mark_slow_except
 from valkyrie.cli.train import main
 try:
     main()
