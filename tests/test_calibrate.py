@@ -125,6 +125,7 @@ def run_with_experiment(folder: Path, *arguments: str) -> Run:
     return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
+@pytest.mark.slow
 def test_calibration_recovers_constants_and_validates_on_held_out_families(
     true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +309,7 @@ def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_efficiency: Ef
     assert calibrate._saved_run(row) is None
 
 
+@pytest.mark.slow
 def test_skipped_trials_are_named_with_the_reason(
     true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

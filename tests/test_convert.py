@@ -698,6 +698,7 @@ def test_modules_for_further_tokens_are_left_out(tmp_path):
         convert_folder(source, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_python_converts_both_ways_and_names_its_own_arguments(tmp_path, capsys):
     source = write_published(tmp_path / "llama", "llama")
     folder = valkyrie.from_hf(source, f"runs={tmp_path / 'runs'}", tokenizer="bytes", quiet=True)

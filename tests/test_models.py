@@ -59,6 +59,7 @@ def test_logits_do_not_depend_on_later_tokens(model):
     assert before.shape == (2, 32, run.model.vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_every_parameter_gets_a_finite_gradient(model):
     run, module = build_model(model)

@@ -120,6 +120,7 @@ def test_a_users_block_can_be_swept(folder):
     assert [trial.status for trial in trials] == [Status.ok] * 2
 
 
+@pytest.mark.slow
 def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
     folder = write_folder(tmp_path / "folder")
     settings = ("steps=2", "sample_tokens=3", "mesh=2x2x1", "partition=units", "name=own", "log_every=1")
@@ -136,6 +137,7 @@ def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
         assert refusal.returncode == 2 and words in refusal.stderr
 
 
+@pytest.mark.slow
 def test_mode_show_notes_an_axis_that_model_parallelism_does_not_split(folder):
     arguments = ("mode=show", "mesh=2x1x1", "model.gated_conv.channels=64", "log_every=1")
     noted, split = "note: partition=1d_tp has no rule for channels", "partition.parameters.channels=[x]"

@@ -149,6 +149,7 @@ def test_a_measured_step_has_the_options_that_its_compile_has_added(monkeypatch:
     assert plan.run.config.target.chip.xla_options["xla_overlaps"] == "2" and added in plan.overrides
 
 
+@pytest.mark.slow
 def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request()
     measures = measure_shortlist(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)

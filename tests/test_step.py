@@ -136,6 +136,7 @@ def gradient_bytes_sent(*overrides: str) -> float:
     return sum(use.bytes_sent for use in uses if use.kind in ("all-reduce", "reduce-scatter"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -65,6 +65,7 @@ def test_a_sweep_does_not_write_into_a_folder_of_the_user(command: Any, tmp_path
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine: 1\n")]
 
 
+@pytest.mark.slow
 def test_a_sweep_continues_from_its_first_files(command: Any, tmp_path: Path):
     """A killed sweep leaves `multirun.yaml`, or with a sweeper that does not write it, the folder of a trial."""
     folder = tmp_path / "runs" / "ours"
