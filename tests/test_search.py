@@ -1591,6 +1591,17 @@ def test_a_partition_that_is_unexpectedly_slow_is_slow_on_every_mesh() -> None:
     assert same.step_s > 2.5 * make_step(mixing=0.4).step_s and other.step_s < 1.2 * make_step(mixing=0.4).step_s
 
 
+def test_if_all_compiled_partitions_are_unexpectedly_slow_others_are_corrected_too() -> None:
+    compiled = [(make_step(name), slowdown * make_step().step_s) for name, slowdown in (("dp", 2.0), ("fsdp", 1.9))]
+    other, elsewhere = make_step("sp", "4x2x1", mixing=0.4), make_step("sp", "4x2x1", chip="v4")
+    corrected, unchanged = correct_estimates([other, elsewhere], compiled)
+    assert 1.7 < corrected.step_s / other.step_s < 2.1 and corrected.low_s > 1.4 * other.step_s
+    assert unchanged.step_s == elsewhere.step_s
+    mixed = [compiled[0], (make_step("fsdp"), 0.8 * make_step().step_s)]
+    (corrected,) = correct_estimates([other], mixed)
+    assert 0.8 < corrected.step_s / other.step_s < 1.2, "they have nothing in common"
+
+
 def test_the_chance_of_a_corrected_time_agrees_with_its_quantiles() -> None:
     time = CorrectedTime(1.0, 0.9, 1.3)
     chances = [time.chance_below(seconds) for seconds in (0.9, 1.0, 1.3)]

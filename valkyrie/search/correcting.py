@@ -32,6 +32,10 @@ _QUANTILE = 1.645
 """Standard deviations between the median of a normal distribution and its 5% and 95% quantiles."""
 
 
+_FAR_OFF = 2.0
+"""Standard deviations from which an error is unexpected for all layouts of a slice, if all families have it."""
+
+
 @dataclass(frozen=True)
 class EstimatedStep:
     """What the correction needs to know about an estimated layout.
@@ -101,13 +105,17 @@ def correct_estimates(
     if steps and compiled:
         references = [step for step, _ in compiled]
         errors = np.log([seconds / step.step_s for step, seconds in compiled])
-        surprises = _surprises(references, errors)
-        shared = _shared_covariances(steps, references, surprises)
-        known = _shared_covariances(references, references, surprises) + _OWN_SHARE * _variance() * np.eye(len(errors))
+        common = _common_surprises(references, errors)
+        surprises = _surprises(references, errors, common)
+        shared = _shared_covariances(steps, references, surprises, common)
+        known = _shared_covariances(references, references, surprises, common)
+        known += _OWN_SHARE * _variance() * np.eye(len(errors))
         weights = np.linalg.solve(known, shared.T).T
         log_scales = weights @ errors
         expected = np.array([_variance(step.has_pipeline) for step in steps])
-        unexpected = np.array([surprises.get((step.chip, step.family), 0.0) for step in steps])
+        unexpected = np.array(
+            [surprises.get((step.chip, step.family), 0.0) + common.get(step.chip, 0.0) for step in steps]
+        )
         widths = np.sqrt(1 + (unexpected - np.sum(weights * shared, axis=1)) / expected)
     corrected = []
     for step, log_scale, width in zip(steps, log_scales.tolist(), widths.tolist(), strict=True):
@@ -123,21 +131,44 @@ def _variance(has_pipeline: bool = False) -> float:
     return (math.log(high / low) / (2 * _QUANTILE)) ** 2
 
 
-def _surprises(steps: Sequence[EstimatedStep], errors: np.ndarray) -> dict[tuple[str, str], float]:
-    """Return by how much the mean squared error of each kind of chip and family exceeds the variance."""
+def _common_surprises(steps: Sequence[EstimatedStep], errors: np.ndarray) -> dict[str, float]:
+    """Return the square of the error that all families on a kind of chip have, beyond `_FAR_OFF`.
+
+    That error is the smallest mean error of a family, if there are several and all have the same sign. Otherwise, the
+    families have nothing unexpected in common.
+    """
+    errors_by_family: dict[str, dict[str, list[float]]] = {}
+    for step, error in zip(steps, errors.tolist(), strict=True):
+        errors_by_family.setdefault(step.chip, {}).setdefault(step.family, []).append(error)
+    surprises: dict[str, float] = {}
+    for chip, families in errors_by_family.items():
+        means = [sum(values) / len(values) for values in families.values()]
+        if len(means) > 1 and min(means) * max(means) > 0:
+            surprises[chip] = max(min(mean**2 for mean in means) - _FAR_OFF**2 * _variance(), 0.0)
+    return surprises
+
+
+def _surprises(
+    steps: Sequence[EstimatedStep], errors: np.ndarray, common: Mapping[str, float]
+) -> dict[tuple[str, str], float]:
+    """Return by how much the mean squared error of each kind of chip and family exceeds the variance and `common`."""
     excess: dict[tuple[str, str], list[float]] = {}
     for step, error in zip(steps, errors.tolist(), strict=True):
-        excess.setdefault((step.chip, step.family), []).append(error**2 - _variance(step.has_pipeline))
+        expected = _variance(step.has_pipeline) + common.get(step.chip, 0.0)
+        excess.setdefault((step.chip, step.family), []).append(error**2 - expected)
     return {key: max(sum(values) / len(values), 0.0) for key, values in excess.items()}
 
 
 def _shared_covariances(
-    first: Sequence[EstimatedStep], second: Sequence[EstimatedStep], surprises: Mapping[tuple[str, str], float]
+    first: Sequence[EstimatedStep],
+    second: Sequence[EstimatedStep],
+    surprises: Mapping[tuple[str, str], float],
+    common: Mapping[str, float],
 ) -> np.ndarray:
     """Return the covariance of the errors of two lists of layouts, without the part that is a layout's own.
 
-    Pipelines have larger errors than other layouts. The difference is common to all pipelines, and the excess in
-    `surprises` to all layouts of a family.
+    Pipelines have larger errors than other layouts. The difference is common to all pipelines, the excess in
+    `surprises` to all layouts of a family, and that in `common` to all layouts on a kind of chip.
     """
 
     def equal(name: str) -> np.ndarray:
@@ -148,6 +179,7 @@ def _shared_covariances(
     shared = _variance() * (shared + WORK_SHARE * np.exp(-distance / 2))
     pipelines = np.array([[step.has_pipeline for step in first]]).T & np.array([step.has_pipeline for step in second])
     shared += max(_variance(has_pipeline=True) - _variance(), 0.0) * pipelines
+    shared += np.array([common.get(step.chip, 0.0) for step in second])
     shared += equal("family") * np.array([surprises.get((step.chip, step.family), 0.0) for step in second])
     return equal("chip") * shared
 

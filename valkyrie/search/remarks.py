@@ -143,7 +143,7 @@ def _compare_slices(request: SearchRequest, rows: Sequence[RankedLayout]) -> lis
 def _compare_costs(request: SearchRequest, best: RankedLayout, row: RankedLayout, place: int) -> str:
     price = (row.usd_per_million_tokens or 0.0) / (best.usd_per_million_tokens or 1.0)
     (best_low, best_high), (low, high) = best.compiled_ratios, row.compiled_ratios
-    prices = [  # errors of estimates on different numbers of chips are independent
+    prices = [  # as if errors of estimates on different numbers of chips were independent
         price * math.exp(-math.hypot(math.log(low), math.log(best_high))),
         price,
         price * math.exp(math.hypot(math.log(high), math.log(best_low))),
