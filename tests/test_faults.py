@@ -73,7 +73,9 @@ def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str])
 
 # Only Linux has a device on which every write fails with "no space left". Filling a real disk needs root and a mount.
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("variables", [{"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}])
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONUNBUFFERED": "1"}, pytest.param({"PYTHONUNBUFFERED": ""}, marks=pytest.mark.slow)]
+)
 def test_a_full_output_device_is_reported(variables: dict[str, str]):
     with open("/dev/full", "w") as full:
         result = subprocess.run(
@@ -247,6 +249,7 @@ def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: s
     assert split_override(argument) == ("a.b", value)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     train_arguments = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path}")
     assert run_train(*train_arguments, "steps=3", "name=base") == 0

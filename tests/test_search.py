@@ -991,6 +991,7 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
     assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
 
 
+@pytest.mark.slow
 def test_each_slice_is_compiled_the_fastest_first(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request("mode.targets=[v5e-8,v5p-16,v6e-8]")
     compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=500)
