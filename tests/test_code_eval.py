@@ -299,6 +299,7 @@ def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypat
     assert CodeEvalConfig().with_absolute_path() == CodeEvalConfig() and LANGUAGES.keys() == {"cpp", "python"}
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_training_and_mode_write_every_completion_and_the_rates(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -164,6 +164,7 @@ def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -179,6 +180,7 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
+@pytest.mark.slow
 def test_the_retry_of_the_last_save_stores_its_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tier, "write_checksums", make_failing_write(1))
     assert run_train(*tiny_arguments(tmp_path, "steps=2", "checkpoint.every=null", "checkpoint.keep_best=1")) == 0

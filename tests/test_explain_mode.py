@@ -312,6 +312,7 @@ def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureF
     assert str(tmp_path / "compile.json") in error and "valkyrie-train mode=compile" in error
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_two_layouts_are_compiled_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")

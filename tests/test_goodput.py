@@ -191,6 +191,7 @@ def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
     assert "communication" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Simulates a killed run: a finished run whose last checkpoint and record of its end are removed."""
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
@@ -208,6 +209,7 @@ def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, cap
     assert summary["time/redone"] < read_starts(file)[0].seconds_spent("steps")
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train(*tiny_arguments(tmp_path, "steps=5", "profile=2-3")) == 0
     folder = tmp_path / "run" / "profile"

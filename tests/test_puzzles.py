@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_run, leaves_by_name, make_program, vector_specs
+from helpers import compose_run, leaves_by_name, make_program, mark_slow_except, vector_specs
 from valkyrie.axes import UNSHARDED
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.config.run import Run
@@ -77,7 +77,7 @@ def batch_of(reference: dict[str, np.ndarray], step: int) -> dict[str, np.ndarra
     return {name: reference[f"step_{step}.batch.{theirs}"].astype(np.int32) for name, theirs in names.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mark_slow_except(VARIANTS, ["mlp"]))
 def test_two_steps_equal_those_of_the_reference(variant: str):
     reference, run = golden(variant), reference_run(variant)
     program = make_program(run)
@@ -115,6 +115,7 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
         np.testing.assert_allclose(rows, expected["table_after"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_puzzles_without_labels_do_not_change_means():
     program = make_program(reference_run("mlp"))
     task, state, batch = program.task, program.init(0), batch_of(golden("mlp"), 1)
