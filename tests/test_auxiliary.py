@@ -47,7 +47,7 @@ def single_device_steps(folder: Path) -> list[dict[str, np.ndarray]]:
     [
         ("mesh=2x2x2", "partition=units"),
         pytest.param(("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"), marks=pytest.mark.slow),
-        ("mesh=2x2x2", "partition=pp", "microbatches=2"),
+        pytest.param(("mesh=2x2x2", "partition=pp", "microbatches=2"), marks=pytest.mark.slow),
         pytest.param(
             ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
             marks=pytest.mark.slow,

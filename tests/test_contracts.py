@@ -40,7 +40,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import leaf_names
 
-STEPPED_PAIRS = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp"), ("trm_tiny", "2d_tp")]
+STEPPED_PAIRS = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
 """(model, partition) pairs that take steps in the default tests. Slow tests step every pair."""
 
 LOWERED_PAIRS = [("valkyrie_tiny", "sp"), ("gpt_tiny", "fsdp_tp")]
