@@ -39,6 +39,7 @@ CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "llama4
 CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
 DEFAULT_CASES = ["llama3", "gpt2", "qwen2_windows", "mixtral", "gpt_oss", "llama4", "deepseek_v3"]
 VOCAB = 300
+LLAMA4_SLIDING = ["model=llama4_tiny", "model.attention.window_kind=sliding", "model.attention.windows=[null]"]
 YARN = ["model=deepseek_tiny", "model.attention.yarn.factor=4", "model.attention.yarn.mscale_all_dim=0"]
 
 
@@ -570,6 +571,8 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
         (["model=gpt_oss_tiny", "model.moe.biases=false"], "model.moe.biases=false"),
         (["model=llama4_tiny", "model.moe.shared_experts=2"], "model.moe.shared_experts=2"),
         (["model=llama4_tiny", "model.attention.window_kind=sliding"], "model.attention.window_kind=sliding"),
+        ([*LLAMA4_SLIDING, "model.attention.dilations=[2]"], "model.attention.dilations=[2]"),
+        ([*LLAMA4_SLIDING, "model.attention.global_tokens=2"], "model.attention.global_tokens=2"),
         (["model=llama4_tiny", "model.attention.windows=[8,16]"], "model.attention.windows=[8, 16]"),
         (["model=llama4_tiny", "model.attention.qk_norm_scale=true"], "model.attention.qk_norm_scale=true"),
         (["model=llama_7b", "model.attention.rope_layers=[true,false]"], "model.attention.rope_layers="),

@@ -198,6 +198,7 @@ _GPT_OSS_DEFAULT_ONLY = tuple(
 )
 
 _LLAMA4_DEFAULT_ONLY = tuple(f"attention.{key}" for key in ("causal", "soft_cap", "sinks", "yarn.factor"))
+_LLAMA4_DEFAULT_ONLY += ("attention.dilations", "attention.global_tokens")
 _LLAMA4_DEFAULT_ONLY += ("residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "moe.normalize")
 _LLAMA4_DEFAULT_ONLY += ("moe.selection_bias", "moe.groups", "moe.routed_scaling", "moe.biases")
 
