@@ -344,4 +344,4 @@ def test_fewer_sequences_have_longer_chunks_of_the_loss(sequences: int, position
     tokens, weights = jnp.zeros(hidden.shape[:2], jnp.int32), jnp.ones(hidden.shape[:2])
     program = str(jax.make_jaxpr(lambda x: module.head_loss(x, tokens, weights).objective_sum)(hidden))
     assert f"length={64 // positions}" in program  # of the scan over chunks
-    assert MemoryEstimator(run, to_candidates([run])).loss_positions(8)[1] == [positions]
+    assert MemoryEstimator(run, to_candidates([run])).loss_chunks(8) == ([64 // positions], [positions])

@@ -21,12 +21,14 @@ from helpers import (
 )
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import parse_module
+from valkyrie.models import language_model
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SEND_SCOPE
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.records import encode
 from valkyrie.search.compile.alternatives import fuller_remats
-from valkyrie.train.memory import recomputed_activations
+from valkyrie.search.compile.summary import recomputed_activations
+from valkyrie.train.memory import MemoryEstimator, to_candidates
 from valkyrie.train.program import serialised_module
 from valkyrie.train.show import legal_remats
 
@@ -173,3 +175,24 @@ def test_hints_of_1f1b_suggest_no_activations_to_save():
     assert list(legal_remats(run)) == ["full"]
     assert (recomputed_activations(run), fuller_remats(run)) == ({}, ())
     assert len(legal_remats(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "microbatches"),
+    [((), 16, 8), ((), 2, 2), (CIRCULAR, 16, 8), (SCHEDULE_1F1B, 16, 4), (SCHEDULE_1F1B, 8, 4)],
+)
+def test_estimated_chunks_of_the_loss_are_those_of_the_schedule(
+    monkeypatch: pytest.MonkeyPatch, schedule: tuple[str, ...], batch: int, microbatches: int
+) -> None:
+    """A stage computes the loss of half of the batch, or of half of a microbatch under 1F1B."""
+    settings = ("mesh=1x1x2", "partition=pp", "seq=64", "model.loss_chunk=4", "model.layers=4")
+    run = small_run("gpt_tiny", *settings, f"batch={batch}", f"microbatches={microbatches}", *schedule)
+    chunks, compute = set[int](), language_model.cross_entropy
+
+    def cross_entropy(hidden: Any, *args: Any, chunk: int, **kwargs: Any) -> Any:
+        chunks.add(chunk)
+        return compute(hidden, *args, chunk=chunk, **kwargs)
+
+    monkeypatch.setattr(language_model, "cross_entropy", cross_entropy)
+    make_program(run).lower_step()
+    assert chunks == {int(MemoryEstimator(run, to_candidates([run])).loss_chunks(4)[1].item())}

@@ -36,8 +36,8 @@ from valkyrie.parts import PartKind
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
-from valkyrie.search.compile.summary import remat_report
-from valkyrie.train.memory import recomputed_activations, saved_bytes
+from valkyrie.search.compile.summary import recomputed_activations, remat_report
+from valkyrie.train.memory import saved_bytes
 from valkyrie.train.program import StepProgram
 from valkyrie.train.show import legal_remats
 

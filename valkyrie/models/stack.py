@@ -47,7 +47,7 @@ _EARLIER_NAMES = {
 }
 
 LOSS_SEQUENCES = 4
-"""A device with fewer sequences in a microbatch computes the loss of more positions at a time: 4 times as many for 1.
+"""A device that computes the loss of fewer sequences takes more positions at a time: 4 times as many for 1.
 
 Each chunk of positions reads and writes the whole float32 gradient of the unembedding. With 512 tokens per chunk, this
 takes half as long as the chunk's matmuls on v5e, and longer than them on v6e. With 2,048 tokens, it overlaps with them.
@@ -74,7 +74,7 @@ class Stack:
         embedding_scale: Factor applied to the embeddings (Gemma: the square root of `embed`).
         logits_soft_cap: Bound c of the logits: c * tanh(logit / c) (Gemma 2: 30); null: no bound.
         loss_chunk: The loss computes logits for this many positions of each sequence shard at a time: twice as many if
-            a device has two or three sequences in a microbatch, four times as many if it has one (`LOSS_SEQUENCES`).
+            a device has two or three sequences at that time, four times as many if it has one (`LOSS_SEQUENCES`).
         z_loss: Weight of the squared log-sum-exp of the logits in the loss.
     """
 

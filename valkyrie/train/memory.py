@@ -7,7 +7,6 @@ activations are estimated from the `SavedActivation`s that the model's blocks de
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -342,7 +341,7 @@ class MemoryEstimator:
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
         logits = logits * np.where(layouts.is_split_twice("embed"), GATHERED_LOGITS, 1.0)
-        return logits / layouts.stages * np.where(is_pipelined & (not layouts.is_1f1b), microbatches, 1), group, others
+        return logits / layouts.stages * self._microbatches_per_loss, group, others
 
     def _group_bytes(self, group: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes per device of all activations of a group's largest layer, and of the others' named ones."""
@@ -359,13 +358,23 @@ class MemoryEstimator:
         batch = self.run.config.batch if layouts.batch_sizes is None else layouts.batch_sizes
         return batch / layouts.microbatches / layouts.axes_size(layouts.activations[BATCH])
 
-    def loss_positions(self, loss_chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions whose loss a device computes, and how many at a time, given `model.loss_chunk`."""
-        shards = self.layouts.axes_size(self.layouts.loss_axes)
-        positions = self.run.config.seq / self.layouts.axes_size(self.layouts.activations[SEQ])
+    @property
+    def _microbatches_per_loss(self) -> np.ndarray:
+        is_pipelined = (self.layouts.stages > 1) & (not self.layouts.is_1f1b)
+        return np.where(is_pipelined, self.layouts.microbatches, 1)
+
+    def loss_chunks(self, loss_chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of chunks of a microbatch's loss, and the positions of a chunk, given `model.loss_chunk`.
+
+        Pipelines other than 1F1B compute the loss of all microbatches at once, so a microbatch may have half a chunk.
+        """
+        layouts = self.layouts
+        shards, sequences = layouts.axes_size(layouts.loss_axes), self._local_sequences * self._microbatches_per_loss
+        positions = self.run.config.seq / layouts.axes_size(layouts.activations[SEQ])
         positions = np.where(positions % shards == 0, positions / shards, positions)
-        chunk = loss_chunk * np.maximum(1.0, np.ceil(LOSS_SEQUENCES / self._local_sequences))
-        return positions, np.minimum(positions, chunk)
+        chunk = loss_chunk * np.maximum(1.0, np.ceil(LOSS_SEQUENCES * layouts.stages / sequences))
+        chunk = np.minimum(positions, chunk)
+        return np.ceil(positions / chunk) / self._microbatches_per_loss, chunk
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
@@ -373,7 +382,7 @@ class MemoryEstimator:
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.axes_size(layouts.activations[SEQ])
         if activation.positions is not None:
-            _, positions = self.loss_positions(activation.positions)
+            _, positions = self.loss_chunks(activation.positions)
         elements = self._local_sequences * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
@@ -454,29 +463,6 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     )
 
 
-def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return two values for each named activation that a run recomputes: the cost of saving it, and its prerequisites.
-
-    The cost is the memory to save the activation, in bytes per device. The prerequisites are the names of activations
-    that are recomputed only to obtain it, so saving it avoids recomputing them too. Empty under 1F1B, which always
-    saves layer inputs only.
-    """
-    layout, remat = run.layout, run.config.remat
-    if layout.pipeline is not None and layout.pipeline.is_1f1b:
-        return {}
-    sizes: dict[str, float] = defaultdict(float)
-    prerequisites: dict[str, dict[str, None]] = defaultdict(dict)
-    for activation, bytes_ in MemoryEstimator(run, to_candidates([run])).activations:
-        is_recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not _is_not_needed(
-            activation, remat
-        )
-        if is_recomputed and activation.name is not None and activation.count:
-            sizes[activation.name] += bytes_.item()
-            if activation.needed_for is not None:
-                prerequisites[activation.needed_for][activation.name] = None
-    return {name: (int(size), tuple(prerequisites[name])) for name, size in sizes.items()}
-
-
 def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
     """Return where an activation is saved under a remat policy.
 
@@ -486,10 +472,11 @@ def saved_location(activation: SavedActivation, remat: RematConfig) -> Activatio
     location = remat.location(activation.name, product=activation.product)
     if location is ActivationLocation.nowhere and activation.never_recomputed:
         return ActivationLocation.device
-    return ActivationLocation.nowhere if _is_not_needed(activation, remat) else location
+    return ActivationLocation.nowhere if is_not_needed(activation, remat) else location
 
 
-def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
+def is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
+    """Return whether an activation is needed only to recompute another one, which is saved."""
     saved_for = activation.needed_for
     return saved_for is not None and remat.location(saved_for) is not ActivationLocation.nowhere
 

@@ -14,6 +14,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.models import is_dense_transformer
 from valkyrie.models.stack import Stack
+from valkyrie.parallel.remat import ActivationLocation
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.correction import step_interval
@@ -28,7 +29,14 @@ from valkyrie.search.compile.prediction import (
     SourceLine,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.train.memory import accumulated_gradients, recomputed_activations, saved_bytes
+from valkyrie.train.memory import (
+    MemoryEstimator,
+    accumulated_gradients,
+    is_not_needed,
+    saved_bytes,
+    saved_location,
+    to_candidates,
+)
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
@@ -263,3 +271,26 @@ def program_step(
             k: tokens_per_second * 3600 / (chips * usd) for k, usd in hourly_usd.items() if usd and tokens_per_second
         },
     )
+
+
+def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return two values for each named activation that a run recomputes: the cost of saving it, and its prerequisites.
+
+    The cost is the memory to save the activation, in bytes per device. The prerequisites are the names of activations
+    that are recomputed only to obtain it, so saving it avoids recomputing them too. Empty under 1F1B, which always
+    saves layer inputs only.
+    """
+    layout, remat = run.layout, run.config.remat
+    if layout.pipeline is not None and layout.pipeline.is_1f1b:
+        return {}
+    sizes: dict[str, float] = defaultdict(float)
+    prerequisites: dict[str, dict[str, None]] = defaultdict(dict)
+    for activation, bytes_ in MemoryEstimator(run, to_candidates([run])).activations:
+        is_recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not is_not_needed(
+            activation, remat
+        )
+        if is_recomputed and activation.name is not None and activation.count:
+            sizes[activation.name] += bytes_.item()
+            if activation.needed_for is not None:
+                prerequisites[activation.needed_for][activation.name] = None
+    return {name: (int(size), tuple(prerequisites[name])) for name, size in sizes.items()}

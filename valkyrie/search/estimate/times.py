@@ -201,10 +201,9 @@ class StepEstimator:
         k = np.full(len(layouts), float(self.work.embed))
         chunks, matmuls = np.ones(len(layouts)), 1 + BACKWARD_FLOPS_RATIO
         if self.work.loss_chunk is not None:
-            positions, chunk = self.memory.loss_positions(self.work.loss_chunk)
-            chunks, matmuls = np.ceil(positions / chunk), matmuls + 1
+            chunks, matmuls = self.memory.loss_chunks(self.work.loss_chunk)[0], matmuls + 1
         matmul_s = self._matmul_seconds(rows / chunks, k, n)
-        addition_s = np.where(chunks > 1, 2 * 4.0 * k * n / self.hbm_bandwidth, 0.0)
+        addition_s = 2 * 4.0 * k * n / self.hbm_bandwidth
         logits_s = self.efficiency.logits_passes * 2 * 4.0 * rows * n / self.hbm_bandwidth
         return chunks * (matmuls * matmul_s + np.maximum(addition_s - matmul_s, 0.0)) + logits_s
 
