@@ -23,6 +23,7 @@ from helpers import (
 from valkyrie.axes import UNSHARDED
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
+from valkyrie.models.block import BlockContext
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
 from valkyrie.tasks.next_token import token_losses
@@ -144,6 +145,20 @@ def packed_batch(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
         jnp.asarray,
         {"tokens": draw(), "targets": draw(), "segment_ids": ids, "weights": np.ones((1, seq), np.float32)},
     )
+
+
+@pytest.mark.parametrize("setting", ["rope_layers=[false]", "rope_theta=null"])
+def test_the_temperature_of_layers_without_rotation_restarts_in_each_document(setting):
+    overrides = (*ATTENTION, f"model.attention.{setting}", "model.attention.global_tokens=3")
+    run, constant = build_model("valkyrie_tiny", *overrides)
+    temperature = ("model.attention.temperature_slope=1.0", "model.attention.temperature_interval=4")
+    _, module = build_model("valkyrie_tiny", *overrides, *temperature)
+    tokens, ids = tokens_of(run, seq=16), jnp.zeros((2, 16), jnp.int32)
+    of_documents = jax.jit(lambda m, ids: m.logits(tokens, ids))
+    whole, packed = of_documents(module, ids), of_documents(module, ids.at[:, 8:].set(1))
+    np.testing.assert_allclose(whole, jax.jit(module.logits)(tokens), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(packed[:, :8], whole[:, :8], rtol=1e-5, atol=1e-6)
+    assert np.abs(whole - of_documents(constant, ids))[:, 8:].max() > 1e-3
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
@@ -330,11 +345,24 @@ def test_flops_count_the_keys_of_chunks(chunk, seq):
         ("gpt_oss_tiny", ["rope_stretch.factor=2"], "yarn.factor"),
         ("gpt_oss_tiny", ["rope_theta=1"], "rope_theta"),
         ("nanochat_tiny", ["rope_layers=[true,false]"], "rope_layers"),
+        ("nanochat_tiny", ["yarn.factor=2"], "yarn.factor"),
+        ("nanochat_tiny", ["temperature_slope=0.1", "rope_theta=null"], "temperature_slope"),
+        ("gpt_tiny", ["temperature_slope=0.1"], "temperature_slope"),
     ],
 )
 def test_settings_of_attention_that_do_not_fit_are_refused(model, settings, key):
     run = parse_run([f"model={model}", "mode=show", *(f"model.attention.{setting}" for setting in settings)])
     assert [problem.key for problem in run.model.problems()] == [f"model.attention.{key}"]
+
+
+def test_only_layers_with_norms_of_queries_and_keys_save_their_inputs():
+    model = parse_run(["model=llama4_tiny", "mode=show"]).model
+    block, counts = model.attention, []
+    for number in range(model.layers):
+        activations = block.saved_activations(BlockContext(model.embed, model.layers, number))
+        norm_inputs = [a for a in activations if a.float32 and a.name is None and "head_dim" in a.tensor.axes]
+        counts.append([a.count for a in norm_inputs])
+    assert counts == [[1, 1]] * 3 + [[0, 0]]
 
 
 @pytest.mark.parametrize(("sequences", "positions"), [(1, 32), (2, 16), (3, 16), (4, 8), (8, 8)])

@@ -22,6 +22,7 @@ def llama4_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     rope_layers = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
     rope_layers = [bool(is_rotated) for is_rotated in rope_layers[:layers]]  # 1 means that a layer has RoPE
     layer_types = config.get("layer_types") or [_CHUNKED if is_rotated else _FULL for is_rotated in rope_layers]
+    has_temperature = config["attn_temperature_tuning"] and not all(rope_layers)
     refusals = []
     if unknown_types := sorted({*layer_types} - {_CHUNKED, _FULL}):
         refusals.append(f"layer_types has {', '.join(unknown_types)}, but only {_CHUNKED} and {_FULL} are supported")
@@ -34,7 +35,7 @@ def llama4_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         "attention.rope_layers": rope_layers,
         "attention.qk_norm": bool(config["use_qk_norm"]),
         "attention.qk_norm_scale": False,
-        "attention.temperature_slope": float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0,
+        "attention.temperature_slope": float(config["attn_scale"]) if has_temperature else 0.0,
         "attention.temperature_interval": config["floor_scale"],
         "moe.router": RouterScores.sigmoid.value,
         "moe.scale_inputs": True,

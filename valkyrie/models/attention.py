@@ -148,13 +148,19 @@ class Attention(Block):
         return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for no cap")
 
     def _pattern_problems(self, key: str) -> list[Problem]:
-        """Return the problems of `rope_layers` and of chunked windows."""
+        """Return the problems of `rope_layers`, of a temperature that no layer has, and of chunked windows."""
         problems = []
         if not self.rope_layers:
             text = (
                 f"{key}.rope_layers=[]: list at least one layer. Use {key}.rope_layers=[true] to rotate in all layers."
             )
             problems.append(Problem(ProblemCode.malformed, f"{key}.rope_layers", [], text))
+        elif self.temperature_slope and self.rope_theta is not None and all(self.rope_layers):
+            text = (
+                f"{key}.temperature_slope={self.temperature_slope:g} changes only layers without rotation, but all "
+                f"layers rotate. Use {key}.temperature_slope=0, or false for some layers in {key}.rope_layers."
+            )
+            problems.append(Problem(ProblemCode.conflict, f"{key}.temperature_slope", self.temperature_slope, text))
         if self.window_kind is WindowKind.chunked:
             for name, default in (("dilations", [1]), ("global_tokens", 0)):
                 if (value := getattr(self, name)) != default:
@@ -234,6 +240,7 @@ class Attention(Block):
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
+        norm_inputs = int(self.qk_norm and self.is_rotated(context))
         return [
             saved("heads", "head_dim", name="query", product=True),
             saved("kv_heads", "head_dim", name="key", product=True),
@@ -245,8 +252,8 @@ class Attention(Block):
             saved("kv_heads", "head_dim", count=2),
             saved("embed"),
             saved("embed", count=2, float32=True),
-            saved("heads", "head_dim", count=int(self.qk_norm), float32=True),
-            saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
+            saved("heads", "head_dim", count=norm_inputs, float32=True),
+            saved("kv_heads", "head_dim", count=norm_inputs, float32=True),
         ]
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:

@@ -133,10 +133,10 @@ class AttentionLayer(nnx.Module):
 
     def __init__(self, block: Attention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
         init_keys, specs = jax.random.split(key, 3), block.parameters(context)
-        if block.is_rotated(context):
-            block = replace(block, temperature_slope=0.0)
-        else:
+        if not block.is_rotated(context):
             block = replace(block, rope_theta=None, qk_norm=False)
+        if block.rope_theta is not None:
+            block = replace(block, temperature_slope=0.0)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(context), block.dilation(context)
         self.chunk_length = self.window if block.window_kind is WindowKind.chunked else None
@@ -178,7 +178,7 @@ class AttentionLayer(nnx.Module):
             inputs, axes = [*inputs, gather_in_float32(self.sinks[...], ("heads",), shard)], [*axes, ("heads",)]
         if self.config.global_tokens:
             count = min(self.config.global_tokens, x.shape[1])
-            q_global = self.globals.queries(x[:, :count], positions[:count], shard)
+            q_global = self.globals.queries(x[:, :count], positions[..., :count], shard)
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
             axes += [(rows, None, "heads", "head_dim"), key_axes, key_axes]

@@ -51,6 +51,16 @@ class NanochatAttention(Attention):
                 f"Use {key}.rope_layers=[true]."
             )
             problems.append(Problem(ProblemCode.unsupported, f"{key}.rope_layers", self.rope_layers, text))
+        for name, scale, neutral in (
+            ("yarn.factor", self.yarn.factor, 1),
+            ("temperature_slope", self.temperature_slope, 0),
+        ):
+            if scale != neutral:
+                text = (
+                    f"{key}.{name}={scale:g} scales queries, but nanochat normalises them afterwards. "
+                    f"Use {key}.{name}={neutral}."
+                )
+                problems.append(Problem(ProblemCode.unsupported, f"{key}.{name}", scale, text))
         return problems + check_range(f"{key}.qk_gain", self.qk_gain, above=0)
 
     def has_value_embedding(self, context: BlockContext) -> bool:
