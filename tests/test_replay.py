@@ -11,16 +11,19 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import valkyrie
 from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import Instruction, Module, parse_module
+from valkyrie.hardware.position import Position
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import LinkModel
 from valkyrie.machine.operations import OpCost, OpCostModel
 from valkyrie.machine.replay import CostModels, Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
-from valkyrie.search.compile.partitioner import schedule_communication
+from valkyrie.search.compile.lowered import LoweredProgram, capture_program
+from valkyrie.search.compile.partitioner import estimate_programs, schedule_communication
 from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
@@ -336,3 +339,38 @@ def test_latency_passes_before_links_are_needed():
     links.start(second)
     assert links.wait(second) == pytest.approx(1.0)
     assert links.wait(first) == pytest.approx(1.0)
+
+
+def kernel_program(mesh: Mesh, block: int) -> LoweredProgram:
+    """Lower a product with gathered weights and a kernel with blocks of `block` rows."""
+
+    def kernel(x: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call("kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, block=block)
+
+    def function(x: jax.Array, weights: jax.Array) -> jax.Array:
+        rows = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x @ weights)
+        return (rows @ weights.T).sum()
+
+    sharding = NamedSharding(mesh, P("data"))
+    arguments = [jax.ShapeDtypeStruct((size, 256), jnp.float32, sharding=sharding) for size in (512, 256)]
+    captured = capture_program(jax.jit(function).lower(*arguments), {})
+    assert captured is not None
+    return captured
+
+
+def test_partitioned_programs_are_estimated_and_told_apart(monkeypatch: pytest.MonkeyPatch):
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    small, large = kernel_program(mesh, 128), kernel_program(mesh, 1024)
+    positions = [Position(0, (x, y, 0), 0) for x in range(2) for y in range(4)]
+    captured = {"small": small, "same": small, "large": large, "option": replace(small, overrides={"xla_option": 1})}
+    programs = {name: (program, {"data": 8}, positions) for name, program in captured.items()}
+    target, counts = valkyrie.slice("v5e-8"), list[int]()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_module_re=none")
+    estimates = estimate_programs(programs, target, 60, counts.append)
+    assert all(e.reason is None and e.axes == {"data": 8} and e.peak > 0 for e in estimates.values())
+    assert 0 < estimates["small"].waiting_s < estimates["small"].step_s
+    assert estimates["small"].program == estimates["same"].program
+    assert len({estimate.program for estimate in estimates.values()}) == 3, "kernels and options differ"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag")  # XLA aborts
+    (estimate,) = estimate_programs({"small": programs["small"]}, target, 60, counts.append).values()
+    assert estimate.reason is not None and "status" in estimate.reason and not estimate.step_s

@@ -86,11 +86,13 @@ class EstimateRequest:
         target: The slice.
         axes: Names and sizes of the axes of the program's mesh, in order.
         positions: Positions of its devices, in the order of `mesh.devices.flat`.
+        overrides: Compiler options of the program.
     """
 
     target: TargetConfig
     axes: dict[str, int]
     positions: tuple[Position, ...]
+    overrides: dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class ProgramEstimate:
         waiting_s: Seconds of waiting for communication.
         peak: Bytes of all buffers of a device.
         is_too_large: Whether the program probably does not fit.
-        program: Digest of the partitioned program and the positions of its devices, which equal programs share.
+        program: Digest of the partitioned program, its compiler options and the positions of its devices. Equal
+            programs share it.
         reason: Why the program was not estimated, or None. The other fields are then not set.
     """
 
@@ -139,11 +142,13 @@ def estimate_programs(
             folder.mkdir()
             write_atomic(folder / STABLEHLO_FILE, program.stablehlo)
             write_atomic(folder / OPTIONS_FILE, program.options)
-            write_record(folder / REQUEST_FILE, EstimateRequest(plain_target(target), dict(axes), tuple(positions)))
+            request = EstimateRequest(plain_target(target), dict(axes), tuple(positions), program.overrides)
+            write_record(folder / REQUEST_FILE, request)
         command = module_command("valkyrie.search.compile.partitioner", str(root), str(os.getpid()))
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
         files = {name: folder / ESTIMATE_FILE for name, folder in folders.items()}
         failure = run_compiler(
-            ChildProcess(command, {"JAX_PLATFORMS": "cpu"}, root / "log"),
+            ChildProcess(command, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}, root / "log"),
             time_limit_s,
             "time_limit_s",
             lambda elapsed: progress(sum(file.is_file() for file in files.values())),
@@ -193,7 +198,7 @@ def estimate_program(folder: Path) -> ProgramEstimate:
         sum_seconds(replay.parts, PartKind.exposed),
         peak,
         peak > PEAK_RATIO * (usable_hbm(request.target.chip) or math.inf),
-        digest([_fingerprint(dump.module.SerializeToString()), list(map(str, request.positions))]),
+        digest([_fingerprint(dump.module.SerializeToString()), list(map(str, request.positions)), request.overrides]),
     )
 
 
@@ -319,7 +324,9 @@ def _find_uses(value: Instruction, users: Mapping[Instruction, list[Instruction]
 def _fingerprint(module: bytes) -> str:
     """Return the text of a serialised module without names and metadata."""
     hlo = importlib.import_module("jaxlib._hlo")
-    return hlo.XlaComputation(module).get_hlo_module().to_string(hlo.HloPrintOptions.fingerprint())
+    options = hlo.HloPrintOptions.fingerprint()
+    options.print_backend_config = True  # the code of a kernel
+    return hlo.XlaComputation(module).get_hlo_module().to_string(options)
 
 
 if __name__ == "__main__":
