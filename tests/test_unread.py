@@ -11,7 +11,7 @@ import valkyrie
 from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
-from valkyrie.config.unread import _ALWAYS_READ, mode_reads, unread_notes
+from valkyrie.config.unread import _ALWAYS_READ, layout_notes, mode_reads, unread_notes
 from valkyrie.sweep.names import trial_key
 from valkyrie.trees import flatten, with_value
 
@@ -164,3 +164,12 @@ def test_a_search_notes_that_it_ignores_the_mesh_of_the_environment(monkeypatch:
     assert note.startswith("TPU_MESH_CONFIG=2,2,2 has no effect: ") and note.endswith("add mesh=environment")
     named = valkyrie.compose("model=gpt_tiny", "target=v5e-8", "mode=search", "mesh=environment")
     assert unread_notes(named) == []
+
+
+def test_a_run_whose_layout_may_drop_rows_of_experts_says_so():
+    limited = ["model=moe_tiny", "mesh=2x1x4", "partition=fsdp_ep", "model.moe.capacity_factor=1.25"]
+    for mode in ("mode=train", "mode=show"):
+        (note,) = layout_notes(valkyrie.compose(*limited, mode))
+        assert note.startswith("model.moe.capacity_factor=1.25: ") and "model.moe.capacity_factor=null" in note
+    for change in ("model.moe.capacity_factor=null", "model.moe.capacity_factor=4", "partition=fsdp", "mode=search"):
+        assert layout_notes(valkyrie.compose(*limited, "target=cpu8", change)) == []

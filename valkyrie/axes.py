@@ -142,6 +142,10 @@ class GatheredRows(NamedTuple):
     full_shards: float
     capacity: float | None = None
 
+    def is_limited(self, shards: int) -> bool:
+        """Check whether a device with one of `shards` parts of the axis may have no room for some rows."""
+        return self.capacity is not None and self.capacity < min(shards, self.full_shards)
+
 
 @dataclass(frozen=True)
 class Parameter(Tensor):

@@ -33,7 +33,7 @@ from valkyrie.config.mistakes import (
 from valkyrie.config.modes import run_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
-from valkyrie.config.unread import replacement_notes, unread_notes
+from valkyrie.config.unread import layout_notes, replacement_notes, unread_notes
 from valkyrie.extensions import FULL_ERROR, TRACEBACK_HINT, add_import_path, describe_user_error
 from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
@@ -92,7 +92,7 @@ def dispatch() -> None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
                 raise ValueError(_describe_problems(run, problems))
-            for note in (*unread_notes(run), *replacement_notes(run)):
+            for note in (*unread_notes(run), *replacement_notes(run), *layout_notes(run)):
                 print(f"note: {note}", file=sys.stderr)
             sys.exit(run_mode(run))
     except BrokenPipeError:

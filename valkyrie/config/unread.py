@@ -1,7 +1,8 @@
-"""Finds the settings on the command line that a run does not read. Does not import JAX."""
+"""Finds what a user should know of a run, such as the settings that it does not read. Does not import JAX."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.models import Model
+from valkyrie.models import Model, layer_blocks
 from valkyrie.models.stack import Stack
 from valkyrie.optim import AdamLike, Schedule, longest_warmup
 from valkyrie.runs.folder import changed_settings, find_run, key_values, split_flags, split_override
@@ -85,6 +86,14 @@ def replacement_notes(run: Run) -> list[str]:
         for name in (key.removesuffix(".name"),)
     ]
     return [f"{_join_settings(replacements)} of {folder.name}"] if replacements else []
+
+
+def layout_notes(run: Run) -> list[str]:
+    """Return the notes of the model's blocks on the layout, without repetitions. Empty if the mode ignores layouts."""
+    if run.config.mode.ignores_layout:
+        return []
+    notes = [block.layout_notes(context, run.layout.shard_count) for block, context in layer_blocks(run.model)]
+    return list(dict.fromkeys(itertools.chain.from_iterable(notes)))
 
 
 def mode_reads(mode: ModeConfig, key: str) -> bool:

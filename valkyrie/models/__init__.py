@@ -19,7 +19,7 @@ from valkyrie.problems import Problem
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from valkyrie.models.block import Layer
+    from valkyrie.models.block import Block, BlockContext, Layer
     from valkyrie.ops.linear import Numerics
 
 
@@ -104,6 +104,12 @@ class LayeredModel(Model, Protocol):
     def segments(self) -> list[tuple[list[Layer], int]]:
         """Return groups of layers, first to last, each with its number of repetitions."""
         ...
+
+
+def layer_blocks(model: Model) -> list[tuple[Block, BlockContext]]:
+    """Return the blocks of one repetition of each group of layers, with their contexts. Empty for other models."""
+    groups = model.segments() if isinstance(model, LayeredModel) else []
+    return [pair for layers, _ in groups for layer in layers for pair in layer.blocks.values()]
 
 
 def is_dense_transformer(model: Model) -> bool:

@@ -8,7 +8,7 @@ estimated without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -333,6 +333,10 @@ class Block(ABC):
             )
             for s in self.saves(context)
         ]
+
+    def layout_notes(self, context: BlockContext, shard_count: Callable[[str], int]) -> list[str]:
+        """Return what a user should know of results under a layout that splits axes into `shard_count` parts."""
+        return []
 
     def constrained_activations(self, context: BlockContext) -> list[Tensor]:
         """Return the activations that its module applies a sharding constraint to."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from valkyrie.axes import BATCH, EXPERTS, SEQ, GatheredRows, Size
+from valkyrie.axes import BATCH, EXPERTS, SEQ, GatheredRows, InUse, Size
 from valkyrie.models.block import (
     ActivationSpec,
     Block,
@@ -235,6 +236,14 @@ class MoE(Block):
         if self.dispatch is Dispatch.dense:
             return None
         return GatheredRows(EXPERTS, self.experts / self.top_k, self.capacity_factor)
+
+    def layout_notes(self, context: BlockContext, shard_count: Callable[[str], int]) -> list[str]:
+        rows = self._gathered_rows
+        if rows is None or not rows.is_limited(shard_count(InUse(EXPERTS))):
+            return []
+        key, factor = f"{context.key}.capacity_factor", f"{self.capacity_factor:g}"
+        text = f"{key}={factor}: rows beyond {factor} times the mean load of a device are dropped"
+        return [f"{text}. Use {key}=null to drop none"]
 
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
         if self.dispatch is not Dispatch.dense:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
-from valkyrie.models import LayeredModel, Model
+from valkyrie.models import Model, layer_blocks
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind, SumGradientsPer
@@ -92,9 +92,7 @@ def _describe_gradient_choice(run: Run, summed_per: SumGradientsPer) -> str:
 
 def _small_axes(model: Model) -> set[str]:
     """Return the `small_axes` of the blocks of a model that declares its layers."""
-    groups = model.segments() if isinstance(model, LayeredModel) else []
-    blocks = [block for layers, _ in groups for layer in layers for block, _ in layer.blocks.values()]
-    return {axis for block in blocks for axis in block.small_axes}
+    return {axis for block, _ in layer_blocks(model) for axis in block.small_axes}
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
