@@ -657,6 +657,10 @@ def test_an_exported_mixture_is_rebuilt_from_its_config(overrides):
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit"),
         ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+        ("llama4", {"no_rope_layers": [], "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("llama4", {"no_rope_layers": None, "no_rope_layer_interval": None}, "no_rope_layer_interval"),
+        ("llama4", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+        ("llama4", {"floor_scale": 0.5}, "floor_scale"),
         ("llama4", {"layer_types": ["full_attention"]}, "layer_types"),
         ("llama4", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -690,6 +694,15 @@ def test_keys_that_a_llama4_omits_have_the_defaults_of_transformers():
     config, keys = json.loads(str(GOLDEN["llama4_config"])), ("layer_types", "no_rope_layers", "moe_layers")
     keys += ("use_qk_norm", "attn_temperature_tuning", "attn_scale")
     assert model_settings({key: value for key, value in config.items() if key not in keys}) == model_settings(config)
+
+
+def test_the_temperature_of_a_llama4_is_converted_to_settings_that_are_legal():
+    config = json.loads(str(GOLDEN["llama4_config"]))
+    settings = model_settings(config | {"floor_scale": float(config["floor_scale"])})
+    assert settings == model_settings(config) and type(settings["attention.temperature_interval"]) is int
+    assert settings["attention.temperature_slope"] > 0
+    only_rotated = model_settings(config | {"no_rope_layers": [1] * config["num_hidden_layers"]})
+    assert only_rotated["attention.temperature_slope"] == 0
 
 
 def test_modules_for_further_tokens_are_left_out(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ def llama4_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
     `config` has the architecture's `default_values`. Lists have an entry for each layer.
     """
-    layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    rope_layers = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    layers, rope_layers = config["num_hidden_layers"], config.get("no_rope_layers")
+    if not rope_layers:
+        interval = _whole_number(config, "no_rope_layer_interval", 4)
+        rope_layers = [(i + 1) % interval != 0 for i in range(layers)]
     rope_layers = [bool(is_rotated) for is_rotated in rope_layers[:layers]]  # 1 means that a layer has RoPE
     layer_types = config.get("layer_types") or [_CHUNKED if is_rotated else _FULL for is_rotated in rope_layers]
     has_temperature = config["attn_temperature_tuning"] and not all(rope_layers)
@@ -36,7 +39,7 @@ def llama4_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         "attention.qk_norm": bool(config["use_qk_norm"]),
         "attention.qk_norm_scale": False,
         "attention.temperature_slope": float(config["attn_scale"]) if has_temperature else 0.0,
-        "attention.temperature_interval": config["floor_scale"],
+        "attention.temperature_interval": _whole_number(config, "floor_scale", 8192),
         "moe.router": RouterScores.sigmoid.value,
         "moe.scale_inputs": True,
         "moe.shared_experts": 1,
@@ -45,11 +48,19 @@ def llama4_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 def dense_layers(config: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the layers without experts."""
-    layers, step = config["num_hidden_layers"], config.get("interleave_moe_layer_step", 1)
-    expert_layers = config.get("moe_layers")
+    layers, expert_layers = config["num_hidden_layers"], config.get("moe_layers")
     if expert_layers is None:
+        step = _whole_number(config, "interleave_moe_layer_step", 1)
         expert_layers = range(step - 1, layers, step)
     return [i for i in range(layers) if i not in expert_layers]
+
+
+def _whole_number(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a whole number, also if it is written as a float. Raises ValueError if it is none or less than 1."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
+        raise ValueError(f"config.json: {key}={json.dumps(value)} must be a whole number of at least 1.")
+    return int(value)
 
 
 def llama4_entries(model: moe.Config) -> dict[str, object]:
