@@ -370,7 +370,7 @@ LIMITED_LAYOUTS = [
         (1.5, ["partition=sp", "partition.parameters.experts=[z]", "partition.activations.experts=[z]"]),
     )
 ]
-"""Layouts in which a device has room for fewer rows than all tokens could need, but for those of these steps."""
+"""Layouts with limited buffers, large enough that these steps drop nothing."""
 LAYOUTS += LIMITED_LAYOUTS
 MICROBATCHES = ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full")
 QUICK_LAYOUTS = [LAYOUTS[0], MICROBATCHES, LAYOUTS[6]]

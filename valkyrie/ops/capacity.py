@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-LARGEST_TILE = 512
-"""Buffers of at least 8 tiles of this many rows have whole ones (`valkyrie.ops.grouped.KERNEL_TILE`)."""
+from valkyrie.ops.grouped import KERNEL_TILE
 
 
 def count_rows(tokens: int, top_k: int, experts: int, shards: int = 1, capacity_factor: float | None = None) -> int:
     """Return the rows of a device's buffer.
 
-    A limited buffer has whole tiles of 8 to `LARGEST_TILE` rows, which add at most an eighth, or 7 rows.
+    A limited buffer has whole tiles of 8 to `KERNEL_TILE` rows, which add at most an eighth, or 7 rows.
 
     Args:
         tokens: Tokens of all devices that send rows to the device.
@@ -33,7 +32,7 @@ def count_rows(tokens: int, top_k: int, experts: int, shards: int = 1, capacity_
     if capacity_factor is None or not is_limited(top_k, experts, shards, capacity_factor):
         return most_rows
     rows = math.ceil(capacity_factor * tokens * top_k / shards)
-    tile = min(LARGEST_TILE, 1 << max(rows // 8, 8).bit_length() - 1)
+    tile = min(KERNEL_TILE, 1 << max(rows // 8, 8).bit_length() - 1)
     return min(most_rows, -(-rows // tile) * tile)
 
 

@@ -95,7 +95,7 @@ class RopeStretch:
 
     A pair of channels with fewer than `low` turns over that context rotates `factor` times slower. Pairs with more than
     `high` turns keep their frequency, and those in between are interpolated. A `factor` of 1 changes nothing. If `low`
-    and `high` are equal (Llama 4), there are none in between.
+    and `high` are equal (Llama 4), no pair is interpolated.
     """
 
     factor: float = 1.0

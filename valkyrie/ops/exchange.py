@@ -24,7 +24,7 @@ from valkyrie.ops.experts import (
     add_over_experts,
     other_expert_axes,
     permute_rows,
-    sum_over_sequences,
+    sum_over_devices,
     take_tokens,
     token_expert_axes,
 )
@@ -102,7 +102,7 @@ def plan_exchange(
         permutations = [order, inverse, is_sent, received_order, jnp.argsort(received_order)]
         arrays = [*permutations, kept_counts.sum(-1)[None], group_sizes[None]]
         kept_rows = jnp.sum(is_sent.reshape(experts.shape), axis=(1, 2), dtype=jnp.float32)
-        return [*arrays, sum_over_sequences(kept_rows, shard)] if drops else arrays
+        return [*arrays, sum_over_devices(kept_rows, shard)] if drops else arrays
 
     out_axes = [*_PLAN_AXES, (BATCH,)] if drops else [*_PLAN_AXES]
     arrays = shard.map(plan, ((BATCH, SEQ, None),), out_axes, check_vma=True)(experts)

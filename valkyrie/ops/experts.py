@@ -278,11 +278,11 @@ def gather_over(mesh_axes: tuple[str, ...], x: Shaped[Array, "n ..."]) -> Shaped
 
 
 def scatter_sums(mesh_axes: tuple[str, ...], x: Float[Array, "gathered ..."]) -> Float[Array, "n ..."]:
-    """Sum arrays over some mesh axes, and return the part of this device. The opposite of `gather_over`."""
+    """Sum arrays over some mesh axes, and return the part of this device. The transpose of `gather_over`."""
     return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0, tiled=True) if mesh_axes else x
 
 
-def sum_over_sequences(counts: Float[Array, " batch"], shard: Shard) -> Float[Array, " batch"]:
+def sum_over_devices(counts: Float[Array, " batch"], shard: Shard) -> Float[Array, " batch"]:
     """Sum counts per sequence over the devices with other positions of it, and over those with other experts."""
     axes = (*shard.activation_mesh_axes(SEQ), *other_expert_axes(shard))
     return jax.lax.psum(counts, axes) if axes else counts

@@ -19,7 +19,7 @@ from valkyrie.ops.experts import (
     gather_over,
     other_expert_axes,
     scatter_sums,
-    sum_over_sequences,
+    sum_over_devices,
     token_expert_axes,
 )
 from valkyrie.ops.grouped import vary_like
@@ -65,7 +65,7 @@ def plan_limited(
         order, group_sizes = permutation[:row_count], kept.sum(0)
         sequences = jnp.where(jnp.arange(row_count) < group_sizes.sum(), order // (top_k * seq), -1)
         kept = jnp.sum(sequences[:, None] == jnp.arange(len(assigned) // (top_k * seq)), axis=0, dtype=jnp.float32)
-        kept = sum_over_sequences(scatter_sums(gathered_axes, kept), shard)
+        kept = sum_over_devices(scatter_sums(gathered_axes, kept), shard)
         return [order, permutation, group_sizes[None], kept]
 
     out_axes = [(ROWS,), (ROWS,), (ROWS, None), (BATCH,)]
