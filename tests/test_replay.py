@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +28,10 @@ from valkyrie.machine.network import LinkModel
 from valkyrie.machine.operations import OpCost, OpCostModel
 from valkyrie.machine.replay import CostModels, Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
-from valkyrie.search.compile.lowered import LoweredProgram, capture_program
-from valkyrie.search.compile.partitioner import estimate_programs, schedule_communication
+from valkyrie.processes.child import module_command
+from valkyrie.records import write_record
+from valkyrie.search.compile.lowered import OPTIONS_FILE, REQUEST_FILE, LoweredProgram, capture_program, plain_target
+from valkyrie.search.compile.partitioner import EstimateRequest, estimate_programs, schedule_communication
 from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
@@ -374,3 +382,28 @@ def test_partitioned_programs_are_estimated_and_told_apart(monkeypatch: pytest.M
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag")  # XLA aborts
     (estimate,) = estimate_programs({"small": programs["small"]}, target, 60, counts.append).values()
     assert estimate.reason is not None and "status" in estimate.reason and not estimate.step_s
+
+
+def test_partitioning_ends_with_the_search(tmp_path: Path):
+    """The program is a pipe, which the partitioner's copy of its process waits for."""
+    root, target = tmp_path / "estimate", plain_target(valkyrie.slice("v5e-8"))
+    (root / "00000").mkdir(parents=True)
+    write_record(root / "00000" / REQUEST_FILE, EstimateRequest(target, {}, (Position(0, (0, 0, 0), 0),), {}))
+    os.mkfifo(pipe := root / "00000" / OPTIONS_FILE)
+    script = "import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid())])"
+    command = module_command("valkyrie.search.compile.partitioner", str(root))
+    search = subprocess.Popen([sys.executable, "-c", script, *command])
+    deadline, file = time.monotonic() + 30, None
+    while file is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        with contextlib.suppress(OSError):  # no process has opened the pipe yet
+            file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    search.kill()
+    search.wait()
+    assert file is not None
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not root.exists()
+    with pytest.raises(BrokenPipeError):  # no process reads the pipe
+        os.write(file, b"options")
+    os.close(file)

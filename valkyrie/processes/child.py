@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -144,6 +145,14 @@ def module_command(name: str, *arguments: str) -> tuple[str, ...]:
     `-P` keeps the current folder out of `sys.path`, where a user's `random.py` would replace Python's.
     """
     return (sys.executable, "-P", "-m", name, *arguments)
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process, a fork of the process `parent`, when that dies. Works only on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def signal_group(pid: int, signum: int) -> None:

@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,8 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import write_atomic
-from valkyrie.processes.child import ChildProcess, module_command
+from valkyrie.processes.child import ChildProcess, die_with_parent, module_command
 from valkyrie.records import read_record, write_record
-from valkyrie.search.compile.child import exit_with_parent
 from valkyrie.search.compile.lowered import (
     DUMP_FOLDER,
     OPTIONS_FILE,
@@ -166,20 +164,24 @@ def estimate_programs(
 def main() -> None:
     """Estimate the programs in the subfolders of the folder given by the first argument.
 
-    The second argument is the id of the parent process.
+    The second argument is the id of the parent process. If that process ends, removes the folder.
     """
     root, parent = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=exit_with_parent, args=(parent, root), daemon=True).start()
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        write_record(folder / ESTIMATE_FILE, estimate_program(folder))
+        estimate = estimate_program(folder, parent)
+        if os.getppid() != parent:
+            break
+        write_record(folder / ESTIMATE_FILE, estimate)
+    if os.getppid() != parent:
+        shutil.rmtree(root, ignore_errors=True)
 
 
-def estimate_program(folder: Path) -> ProgramEstimate:
-    """Partition and replay the program whose files are in a folder."""
+def estimate_program(folder: Path, parent: int) -> ProgramEstimate:
+    """Partition and replay the program whose files are in a folder. Stops partitioning if the parent process ends."""
     request = read_record(EstimateRequest, folder / REQUEST_FILE)
     devices = len(request.positions)
     try:
-        _partition_in_fork(folder, devices)
+        _partition_in_fork(folder, devices, parent)
         files = sorted((folder / DUMP_FOLDER).rglob("*after_optimizations.hlo.pb"))
         if not files:
             return ProgramEstimate(reason=(folder / "error").read_text())
@@ -202,18 +204,21 @@ def estimate_program(folder: Path) -> ProgramEstimate:
     )
 
 
-def _partition_in_fork(folder: Path, devices: int) -> None:
+def _partition_in_fork(folder: Path, devices: int, parent: int) -> None:
     """Partition a program in a copy of this process, which XLA may abort, and end it once the module is written.
 
-    Raises RuntimeError if XLA aborts or exceeds `PARTITION_LIMIT_S` before it writes the module.
+    Also ends it if the process `parent` ends. Raises RuntimeError if XLA aborts or exceeds `PARTITION_LIMIT_S` before
+    it writes the module.
     """
     import jax._src.compiler  # imported once, before the copies are made
     import jax._src.interpreters.mlir  # noqa: F401
 
     sys.stdout.flush()
+    here = os.getpid()
     process = os.fork()
     if not process:
         try:
+            die_with_parent(here)
             partition(folder, devices)
         except Exception as error:  # also of code generation, for lack of the other passes
             write_atomic(folder / "error", f"{type(error).__name__}: {first_lines(str(error))}")
@@ -221,7 +226,8 @@ def _partition_in_fork(folder: Path, devices: int) -> None:
             os._exit(0)
     deadline = time.monotonic() + PARTITION_LIMIT_S
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-        if [*(folder / DUMP_FOLDER).rglob(_LAST_DUMP)] or time.monotonic() > deadline:
+        is_done = [*(folder / DUMP_FOLDER).rglob(_LAST_DUMP)] or os.getppid() != parent
+        if is_done or time.monotonic() > deadline:
             os.kill(process, signal.SIGKILL)
             ended = os.waitpid(process, 0)
             break
