@@ -46,7 +46,6 @@ def losses(folder: Path, name: str) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-@pytest.mark.slow
 def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyPatch):
     data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
     result = train(folder, *data, "name=source", "steps=2")

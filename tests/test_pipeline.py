@@ -61,7 +61,7 @@ def case(*values: str, quick: bool = False) -> Any:
         case("valkyrie_tiny", "pp_fsdp", "2x2x2", "microbatches=2", ONCE),
         case("gpt_tiny", "pp_fsdp", "2x1x2", "microbatches=2", ONCE, *CIRCULAR),
         case("gpt2_tiny", "pp_fsdp", "2x2x2", "microbatches=1", ONCE, *SCHEDULE_1F1B),
-        case("gpt_tiny", "pp", "1x2x2", "microbatches=2", *CIRCULAR),
+        case("gpt_tiny", "pp", "1x2x2", "microbatches=2", *CIRCULAR, quick=True),
         case("gpt_tiny", "pp_fsdp", "2x1x4", "microbatches=4", *CIRCULAR, "model.layers=8"),
         case("gpt_tiny", "pp", "1x2x2", "microbatches=4", CIRCULAR[0], "partition.rounds=3", "model.layers=12"),
         case("gpt_tiny", "pp", "1x1x4", "microbatches=8", CIRCULAR[0], "partition.rounds=6", "model.layers=24"),
