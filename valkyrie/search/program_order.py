@@ -16,6 +16,7 @@ from valkyrie.search.compile.lowered import capture_program
 from valkyrie.search.compile.partitioner import ProgramEstimate, estimate_programs
 from valkyrie.search.compile.predict import PredictedProgram, lower_on_mesh
 from valkyrie.search.compile.prediction import CompileStatus
+from valkyrie.units import count_text
 
 if TYPE_CHECKING:
     from valkyrie.search.programs import ProgramCall
@@ -25,6 +26,8 @@ RIVAL_RATIO = 1.3
 
 Compiled steps took 0.77 to 1.66 times their estimate for 36 layouts of four programs (experiments/foreign/ranking.py).
 """
+MIN_ESTIMATE_S = 4.0
+"""Minimum time limit of the estimates, in seconds. The process that estimates starts in about two."""
 
 
 @dataclass
@@ -86,8 +89,8 @@ def estimate_layouts(
 ) -> dict[str, ProgramEstimate]:
     """Lower and estimate layouts. Returns their estimates by name, without layouts that raise errors.
 
-    Programs with Python callbacks are not estimated. Lowering stops after half of `time_limit_s`, and the estimates
-    after all of it.
+    Programs with Python callbacks are not estimated. No lowering begins after half of `time_limit_s`. The estimates
+    stop after all of it, but take `MIN_ESTIMATE_S` if lowering leaves less.
     """
     from valkyrie.search.compile.executable import device_positions
 
@@ -105,7 +108,9 @@ def estimate_layouts(
                 programs[layout.name] = program, dict(mesh.shape), device_positions(mesh)
     if not programs:
         return estimates
-    remaining_s = None if math.isinf(time_limit_s) else start_s + time_limit_s - time.monotonic()
+    remaining_s = None
+    if not math.isinf(time_limit_s):
+        remaining_s = max(start_s + time_limit_s - time.monotonic(), MIN_ESTIMATE_S)
     return estimates | estimate_programs(
         programs, target, remaining_s, lambda count: progress(f"estimating: {count} of {len(programs)} layouts")
     )
@@ -116,10 +121,9 @@ def describe_missing(estimates: Mapping[str, ProgramEstimate]) -> str:
     reasons = [estimate.reason for estimate in estimates.values() if estimate.reason is not None]
     if not reasons:
         return ""
-    which = (
-        "no layout has an estimate" if len(reasons) == len(estimates) else f"{len(reasons)} layouts have no estimate"
-    )
-    return f"{which}, so those that differ most are compiled first: {reasons[0]}"
+    if len(reasons) == len(estimates):
+        return f"no layout has an estimate, so those that differ most are compiled first: {reasons[0]}"
+    return f"{count_text(len(reasons), 'layout')} compiled last for lack of an estimate: {reasons[0]}"
 
 
 @dataclass
@@ -186,12 +190,16 @@ def describe_estimates(
 ) -> list[str]:
     """Return lines about layouts that are only estimated, and about those that are the same program.
 
+    Layouts with the program of a compiled one are not among the first, because they take the same time.
+
     Args:
         estimates: Estimates of all layouts.
         uncompiled: Names of the estimated layouts that are not compiled, the fastest first.
         best: Name of the best compiled layout, or None.
         best_s: Its predicted step time in seconds, or None.
     """
+    compiled_programs = {estimates[name].program for name in estimates if name not in uncompiled}
+    uncompiled = [name for name in uncompiled if estimates[name].program not in compiled_programs]
     lines, large = [], [name for name in uncompiled if estimates[name].is_too_large]
     if uncompiled and best is not None and best_s is not None:
         limit_s = RIVAL_RATIO * best_s
