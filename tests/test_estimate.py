@@ -308,8 +308,7 @@ def test_short_chunks_of_the_loss_cost_more_additions_of_the_gradient() -> None:
     overrides = ("target=v5e-8", "model=gpt_125m", "seq=16384", "batch=8", "mesh=8x1x1", "partition=dp")
     runs = [parse_run([*overrides, f"model.loss_chunk={chunk}"]) for chunk in (128, 256, 512)]
     short_s, middle_s, long_s = (float(estimate_runs([run], Efficiency())[0]["head"]) for run in runs)
-    unembedding_bytes = 4 * runs[0].model.vocab_rows * 768  # float32
-    assert short_s - long_s == pytest.approx(24 * 2 * unembedding_bytes / (0.8 * 819e9), rel=0.5)
+    assert 0.5 * 18.6e-3 < short_s - long_s < 18.6e-3, "compiled, products of valkyrie_125m take 18.6 ms less (LOG.md)"
     assert short_s > middle_s > long_s
 
 
