@@ -202,7 +202,7 @@ class Attention(Block):
         return self.window(context), self.dilation(context), self.is_rotated(context)
 
     def is_rotated(self, context: BlockContext) -> bool:
-        """Return whether queries and keys of this layer are rotated, unless `rope_theta` is None."""
+        """Return whether `rope_layers` rotates queries and keys of this layer. Ignores `rope_theta`."""
         return self.rope_layers[context.number % len(self.rope_layers)]
 
     def window(self, context: BlockContext) -> int | None:
@@ -274,7 +274,7 @@ class Attention(Block):
         return [saved for saved in self.saved_activations(context) if saved.name in names and not saved.float32]
 
     def _is_full(self, context: BlockContext, seq: int) -> bool:
-        """Return whether attention has no window, or whole chunks, each of which is computed without a window."""
+        """Return whether no window is masked: attention covers the sequence, or whole chunks computed one by one."""
         window = self.window(context)
         return window is None or (self.window_kind is WindowKind.chunked and (seq % window == 0 or seq <= window))
 

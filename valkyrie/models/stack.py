@@ -50,7 +50,7 @@ LOSS_SEQUENCES = 4
 """A device that computes the loss of fewer sequences takes more positions at a time: 4 times as many for 1.
 
 Each chunk of positions reads and writes the whole float32 gradient of the unembedding. With 512 tokens per chunk, this
-takes half as long as the chunk's matmuls on v5e, and longer than them on v6e. With 2,048 tokens, it overlaps with them.
+takes half as long as the chunk's matmuls on v5e, and longer than them on v6e. With 2,048, most of it overlaps.
 """
 MAX_LAYERS = 4096
 """Maximum number of layers, above that of any real model. It bounds the time to build the list of layers."""

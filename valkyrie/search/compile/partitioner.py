@@ -210,9 +210,8 @@ def _partition_in_fork(folder: Path, devices: int, parent: int) -> None:
     Also ends it if the process `parent` ends. Raises RuntimeError if XLA aborts or exceeds `PARTITION_LIMIT_S` before
     it writes the module.
     """
-    import jax._src.compiler  # imported once, before the copies are made
-    import jax._src.interpreters.mlir  # noqa: F401
-
+    for module in ("jax._src.compiler", "jax._src.interpreters.mlir"):
+        importlib.import_module(module)  # once, before the copies of this process are made
     sys.stdout.flush()
     here = os.getpid()
     process = os.fork()
