@@ -604,6 +604,9 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
         (4096, 256, None, 512, 512, 512, True),
         (1024, 128, 512, 512, 512, 512, True),
         (4096, 128, 512, 512, 512, 512, False),
+        (16384, 128, 2048, 512, 512, 512, False),
+        (8192, 128, 4096, 1024, 1024, 1024, True),
+        (16384, 128, 4096, 1024, 2048, 256, True),
     ],
 )
 def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, backward, backward_compute, fused):

@@ -166,8 +166,15 @@ class AttentionImpl(Enum):
 WIDE_BLOCK = 1024
 """Number of queries or keys in a wide block of splash attention.
 
-Attention without a window uses wide blocks if this divides the length, subject to `MIN_WIDE_LENGTH` and
-`MAX_WIDE_HEAD_DIM`.
+Attention without a window, or with one of at least `MIN_WIDE_WINDOW` keys, uses wide blocks if this divides the length,
+subject to `MIN_WIDE_LENGTH` and `MAX_WIDE_HEAD_DIM`.
+"""
+
+MIN_WIDE_WINDOW = 4096
+"""Smallest window for wide blocks of splash attention. With smaller ones, too much of a wide block is masked.
+
+By replay of 16,384 tokens with 8 heads of 128, forward and backward, wide blocks take 0.81 of the time of narrow ones
+on v6e and 0.94 on v5e with a window of 4,096. On v5e, they take 1.01 with a window of 2,048, and 1.08 with 1,024.
 """
 
 MIN_WIDE_LENGTH = 4096

@@ -3,10 +3,11 @@
 `splash_window` computes attention to the keys of one device, with or without a window. `splash_causal_shard` computes
 one shard's part of full causal attention.
 
-Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, wider blocks cost less per key,
-if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
-unfused one, but writes dq once per block of keys, also for the blocks that a window hides. It is used for at most 8
-writes, or 4 with a window of at most half of the keys. `splash_causal_shard` runs it for parts of longer sequences.
+Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, and with one of 4,096 keys or
+more, wider blocks cost less per key, if a core's scratch memory can hold them (heads of up to 128). The fused backward
+pass takes 0.7 of the cycles of the unfused one, but writes dq once per block of keys, also for the blocks that a window
+hides. It is used for at most 8 writes, or 4 with a narrow window of at most half of the keys. `splash_causal_shard`
+runs it for parts of longer sequences.
 
 Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). The position of a shard's queries is known only at
 run time. The tables of visible blocks are therefore built for all shards, and each device selects its own. This module
@@ -39,7 +40,7 @@ from valkyrie.ops.attention.pattern import (
     Values,
     apply_soft_cap,
 )
-from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH, WIDE_BLOCK
+from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH, MIN_WIDE_WINDOW, WIDE_BLOCK
 
 LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
@@ -54,7 +55,7 @@ MAX_DQ_WRITES = 8
 """Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""
 
 MAX_WINDOW_DQ_WRITES = 4
-"""The same with a window of at most half of the keys, where most of the blocks that are written are zero.
+"""The same with a window below `MIN_WIDE_WINDOW` and of at most half of the keys: most blocks written are zero.
 
 By replay of 4 layers of gpt_125m on v5e-8 (131,072 tokens), the unfused backward pass shortens a step from 113.9 to
 108.8 ms for 8 blocks and a window of 512, and from 118.1 to 114.6 ms for a window of 1,024. Memory falls from 1.80 to
@@ -272,12 +273,13 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     def fit_block(size: int, length: int) -> int:
         return size if length % size == 0 else min(BLOCK, length)
 
-    wide_block = WIDE_BLOCK if window is None and head_dim <= MAX_WIDE_HEAD_DIM else BLOCK
+    is_wide = window is None or window >= MIN_WIDE_WINDOW
+    wide_block = WIDE_BLOCK if is_wide and head_dim <= MAX_WIDE_HEAD_DIM else BLOCK
     forward_block = wide_block if min(rows, keys) >= MIN_WIDE_LENGTH else BLOCK
     row_block, key_block = fit_block(forward_block, rows), fit_block(forward_block, keys)
     backward_block = fit_block(2 * wide_block if wide_block > BLOCK and keys >= MIN_LONG_LENGTH else wide_block, keys)
-    is_narrow = window is not None and 2 * window <= keys
-    is_fused = keys // backward_block <= (MAX_WINDOW_DQ_WRITES if is_narrow else MAX_DQ_WRITES)
+    is_mostly_hidden = window is not None and not is_wide and 2 * window <= keys
+    is_fused = keys // backward_block <= (MAX_WINDOW_DQ_WRITES if is_mostly_hidden else MAX_DQ_WRITES)
     # Smaller if the backward block is doubled, to fit into v4's VMEM.
     compute_block = BLOCK // 2 if is_fused and backward_block > wide_block else wide_block
     return splash.BlockSizes(
