@@ -30,7 +30,7 @@ from valkyrie.search.compile.prediction import (
     PredictedStep,
     Prediction,
 )
-from valkyrie.search.program_order import ProgramLayout
+from valkyrie.search.program_order import CompileOrder, ProgramLayout
 from valkyrie.search.programs import divide_devices
 from wandb_files import wandb_logs
 
@@ -260,7 +260,7 @@ def test_a_search_does_not_replace_other_files(tmp_path: Path, name: str, reason
 def test_a_search_continues_in_a_folder_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / SEARCH_FILE).write_text('{"schema": 99, "rows": []}')
     checks = []
-    monkeypatch.setattr("valkyrie.search.comparison.refuse_other_folder", checks.append)
+    monkeypatch.setattr("valkyrie.search.folder.refuse_other_folder", checks.append)
     valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
     assert len(read_record(ComparisonRecord, tmp_path / SEARCH_FILE).rows) == 4
     assert checks == [], "the search checks the folder before it begins, and not its own files"
@@ -360,7 +360,9 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
     assert [*rows] == [names[rule] for rule in ("c", "same", "b", "a", "large")]
     assert rows[names["a"]].status is None and rows[names["a"]].waiting == 0.25 and rows[names["a"]].axes == {"data": 8}
     assert rows[names["same"]].step_s == 0.1 and f"({names['same']})" in str(search_result[names["same"]])
-    assert rows[names["a"]].step_s == search_result.step_s(names["a"]) == 0.8
+    assert rows[names["a"]].step_s == search_result.step_s(names["a"]) == 0.8 and search_result.step_s(None) is None
+    assert rows[names["same"]].same_as == names["c"] and rows[names["c"]].estimated_s == 0.3
+    assert [row.name for row in search_result.record.table_rows] == [names[rule] for rule in ("c", "b", "a", "large")]
     assert f"untried: {names['large']}, {names['a']}" in search_result.notes[0]
     assert "estimated" in str(search_result) and "probably slower" in str(search_result)
     assert f"the same program: {names['c']}, {names['same']}" in str(search_result)
@@ -372,6 +374,30 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
         and columns["step_ms"] == pytest.approx(800)
     )
     assert record.rows == search_result.record.rows and names["a"] in (tmp_path / PAGE_FILE).read_text()
+
+
+def test_layouts_with_as_many_bytes_as_a_slower_compiled_one_are_compiled_later():
+    steps_s = {"fsdp": 1.0, "fsdp_tp": 1.1, "dp": 1.2}
+    layouts = [ProgramLayout(name, {"data": 8}, name, lambda: None, 20.0 if name == "dp" else 10.0) for name in steps_s]
+    estimates = {name: ProgramEstimate({"data": 8}, step_s, program=name) for name, step_s in steps_s.items()}
+    order = CompileOrder(layouts, estimates)
+    first = order.pop()
+    assert first.name == "fsdp"
+    order.add(first, fake_predict(step, (1.3,), {}, SLICE, work=ProgramWork()))
+    assert [order.pop().name, order.pop().name] == ["dp", "fsdp_tp"]
+
+
+def test_the_page_names_a_layout_that_is_estimated_to_be_faster_than_the_best_compiled_one():
+    compiled = fake_predict(step, (1.3,), {}, SLICE, work=ProgramWork())
+    result = valkyrie.Comparison(
+        {"fsdp": valkyrie.Result(compiled.prediction)},
+        untried=("dp", "tp"),
+        estimates={n: ProgramEstimate({"data": 8}, 1.2, program="p") for n in ("dp", "tp")},
+    )
+    assert (
+        result.best == "fsdp" and "fastest so far is fsdp, but dp is estimated to be faster: 1.200 s" in result._page()
+    )
+    assert "may be faster than fsdp: dp. Before" in str(result), "tp is the same program as dp"
 
 
 def test_a_search_without_estimates_names_the_reason(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,8 @@ from valkyrie.problems import check_range, describe_value, raise_problems, requi
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.results import Answer
 from valkyrie.runs.folder import split_flags, split_override
-from valkyrie.search.comparison import SEARCH_FILE, Comparison, refuse_other_folder, refuse_other_search
+from valkyrie.search.comparison import SEARCH_FILE, Comparison
+from valkyrie.search.folder import refuse_other_folder, refuse_other_search
 from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:

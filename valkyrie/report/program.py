@@ -108,7 +108,7 @@ def comparison_page(
     table: Table,
     lines: Sequence[str],
     records: Mapping[str, Prediction],
-    best_name: str | None,
+    best: tuple[str, str | None],
 ) -> str:
     """Return a self-contained HTML page with the table of several predictions and the report of the best one.
 
@@ -118,10 +118,11 @@ def comparison_page(
         table: Table of the predictions, one per row.
         lines: Lines below the table.
         records: Predictions by name.
-        best_name: Name of the best prediction, or None if none fits.
+        best: Label of the best prediction, such as `fastest`, and its name, or None if none fits.
     """
+    label, best_name = best
     details, hints = list[str | TextTable](), tuple[Hint, ...]()
-    numbers = [BigNumber("fastest", best_name or ("none fits" if records else "none compiled"))]
+    numbers = [BigNumber(label, best_name or ("none fits" if records else "none compiled"))]
     if best_name is not None:
         print_record(replace(records[best_name], hints=()), console := _Recorder())
         details, hints = console.blocks[1:], records[best_name].hints
@@ -136,7 +137,7 @@ def comparison_page(
             hints=[hint.text for hint in hints],
             hints_title=_hints_title(hints),
             blocks=[_text_table(table), *lines],
-            details_title=f"The fastest layout: {best_name}",
+            details_title=f"The {label} layout: {best_name}",
             details=details,
             drawing=None,
             version=version("valkyrie-jax"),

@@ -6,19 +6,18 @@ import io
 import shlex
 import statistics
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
-from valkyrie.records import read_record, write_record
+from valkyrie.records import write_record
 from valkyrie.runs.columns import FORMATS, Column, terminal_table
-from valkyrie.runs.folder import RUN_FILE, package_versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.show import describe_interval
-from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE
 from valkyrie.units import count_text, duration_text, memory_text
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ class ComparedProgram:
         waiting: Share of the step spent waiting for communication, from 0 to 1.
         faults: Number of faults in the sharding, or None if the program was not compiled.
         interval: Ends of the interval of a predicted step time relative to it, such as (-0.1, 0.2).
+        estimated_s: Step time in seconds that was estimated before the program was compiled.
+        same_as: Name of an earlier row with the same program, or None if there is none. Tables omit such rows.
     """
 
     name: str
@@ -65,6 +66,8 @@ class ComparedProgram:
     waiting: float | None = None
     faults: int | None = None
     interval: tuple[float, float] | None = None
+    estimated_s: float | None = None
+    same_as: str | None = None
 
     @property
     def interval_text(self) -> str:
@@ -75,10 +78,10 @@ class ComparedProgram:
 
     @property
     def source_text(self) -> str:
-        """Source of the step time: `measured`, `predicted` from the compiled program or `estimated`. Empty if none."""
+        """Source of the step time: `measured`, `compiled` (and replayed) or `estimated`. Empty if none."""
         if self.step_s is None:
             return ""
-        return "measured" if self.measured_s else "estimated" if self.status is None else "predicted"
+        return "measured" if self.measured_s else "estimated" if self.status is None else "compiled"
 
     @property
     def fits_text(self) -> str:
@@ -115,6 +118,11 @@ class ComparisonRecord:
     versions: dict[str, str] = field(default_factory=dict)
     untried: tuple[str, ...] = ()
     schema: int = 1
+
+    @property
+    def table_rows(self) -> list[ComparedProgram]:
+        """The rows of a table: one per program, and those with a measured time."""
+        return [row for row in self.rows if row.same_as is None or row.measured_s is not None]
 
 
 @dataclass(frozen=True)
@@ -162,11 +170,13 @@ class Comparison:
         names = [name for name, estimate in self.estimates.items() if name not in self.results and not estimate.reason]
         return sorted(names, key=lambda name: self.estimates[name].step_s)
 
-    def step_s(self, name: str) -> float | None:
+    def step_s(self, name: str | None) -> float | None:
         """Return the measured step time of a layout, or else its predicted one times `ratio`. None if unknown.
 
-        The predicted time of a layout that was not compiled is its estimate.
+        The predicted time of a layout that was not compiled is its estimate. `name` may be `best`, which can be None.
         """
+        if name is None:
+            return None
         predicted = self.estimates[name].step_s if name in self.uncompiled else self.results[name].step_s
         return self.measured_s.get(name, None if predicted is None else predicted * (self.ratio or 1.0))
 
@@ -193,7 +203,7 @@ class Comparison:
 
         record, text = self.record, io.StringIO()
         console = make_console(text)
-        console.print(terminal_table(comparison_columns(record), record.rows))
+        console.print(terminal_table(comparison_columns(record), record.table_rows))
         for line in self._note_lines(record):
             console.print(line)
         return text.getvalue()
@@ -215,6 +225,8 @@ class Comparison:
         Raises ValueError if the folder belongs to a run, a sweep or a search of layouts, or if it has one of these
         files and the file is not from `valkyrie.search`.
         """
+        from valkyrie.search.folder import refuse_other_folder
+
         refuse_other_folder(Path(folder))
         return self.write(Path(folder))
 
@@ -281,10 +293,11 @@ class Comparison:
         from valkyrie.report.program import comparison_page
 
         record = self.record
-        table = terminal_table(comparison_columns(record), record.rows)
+        table = terminal_table(comparison_columns(record), record.table_rows)
         records = {name: _prediction(result) for name, result in self.results.items()}
         title = f"{self._title()} on {record.target}"
-        return comparison_page(title, self._subject(), table, self._note_lines(record), records, self.best)
+        label = "fastest compiled" if self.untried else "fastest"
+        return comparison_page(title, self._subject(), table, self._note_lines(record), records, (label, self.best))
 
     def _compiled_count(self) -> int:
         return sum(result.fits is not None for result in self.results.values())
@@ -299,14 +312,22 @@ class Comparison:
         return f"Fastest of {count_text(compiled, 'compiled layout')} (of {total})"
 
     def _subject(self) -> str:
-        """Return a line with the number of compiled layouts and the fastest one, such as `2 of 6 compiled`."""
+        """Return a line with the number of compiled layouts, the fastest one, and one that is estimated to be faster.
+
+        For example, `2 of 6 compiled; the fastest so far is dp`.
+        """
         total = len(self.results) + len(self.untried)
         compiled = f"{self._compiled_count()} of {total} compiled"
         if not self._compiled_count():
             return f"{compiled}, so none has a step time"
         if self.best is None:
             return f"{compiled}; no layout fits"
-        return f"{compiled}; the fastest{' so far' if self.untried else ''} is {self.best}"
+        text = f"{compiled}; the fastest{' so far' if self.untried else ''} is {self.best}"
+        rival = next((row for row in self._rows() if row.status is None and row.same_as is None), None)
+        best_s = self.step_s(self.best)
+        if rival is None or rival.step_s is None or best_s is None or rival.step_s > best_s:
+            return text
+        return f"{text}, but {rival.name} is estimated to be faster: {duration_text(rival.step_s)}"
 
     def _count_text(self) -> str:
         """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""
@@ -332,6 +353,7 @@ class Comparison:
                 predicted_s=self.estimates[name].step_s,
                 measured_s=self.measured_s.get(name),
                 waiting=self.estimates[name].waiting_s / (self.estimates[name].step_s or 1.0),
+                estimated_s=self.estimates[name].step_s,
             )
             for name in self.uncompiled
         ]
@@ -340,7 +362,17 @@ class Comparison:
         timed = sorted(
             [*fitting, *estimated], key=lambda row: (row.name in large, row.name != self.best, row.step_s or 0.0)
         )
-        return (*timed, *(row for row in compiled if row not in fitting))
+        return self._mark_equal([*timed, *(row for row in compiled if row not in fitting)])
+
+    def _mark_equal(self, rows: Sequence[ComparedProgram]) -> tuple[ComparedProgram, ...]:
+        """Set `same_as` of rows with the program of an earlier row."""
+        first_names, marked = dict[str, str](), list[ComparedProgram]()
+        for row in rows:
+            program = self.estimates[row.name].program if row.name in self.estimates else ""
+            marked.append(replace(row, same_as=first_names.get(program)))
+            if program:
+                first_names.setdefault(program, row.name)
+        return tuple(marked)
 
     def _estimate_lines(self) -> list[str]:
         if not self.estimates:
@@ -367,6 +399,7 @@ class Comparison:
             waiting=sum_seconds(prediction.parts, PartKind.exposed) / result.step_s if result.step_s else None,
             faults=len(prediction.faults) if result.fits is not None else None,
             interval=_interval(prediction),
+            estimated_s=(self.estimates[name].step_s or None) if name in self.estimates else None,
         )
 
     def _failure_lines(self) -> list[str]:
@@ -396,64 +429,19 @@ class Comparison:
         return lines
 
 
-def refuse_other_folder(folder: Path) -> None:
-    """Raise ValueError if a comparison must not be saved into a folder.
-
-    This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
-    `report.html` that is not from `valkyrie.search`.
-    """
-    from valkyrie.report.records import is_program_search
-
-    file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."
-    for name, kind in ((RUN_FILE, "run"), (MULTIRUN_FILE, "sweep"), (TRIALS_FILE, "sweep or a search of layouts")):
-        if (folder / name).exists():
-            raise ValueError(f"folder={folder} is the folder of a {kind} ({name}). {remedy}")
-    if file.exists() and not is_program_search(folder):
-        raise ValueError(f"folder={folder}: {file} was not written by valkyrie.search. {remedy}")
-    if page.exists() and not file.exists():
-        raise ValueError(f"folder={folder}: {page} was not written by valkyrie.search. {remedy}")
-
-
-@dataclass(frozen=True)
-class _EarlierRow:
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class _EarlierSearch:
-    """Fields of an earlier `search.json` that a new search compares with its own."""
-
-    target: str = ""
-    rows: tuple[_EarlierRow, ...] = ()
-
-
-def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> None:
-    """Raise ValueError if the `search.json` of a folder is for another slice, or has rows that are not in `layouts`.
-
-    A search replaces the file, so these rows would be lost.
-    """
-    file = folder / SEARCH_FILE
-    if not file.exists():
-        return
-    earlier = read_record(_EarlierSearch, file)
-    if earlier.rows and earlier.target != target:
-        raise ValueError(f"folder={folder}: {file} is for {earlier.target}, not {target}. Use another folder=.")
-    if other := next((row.name for row in earlier.rows if row.name not in layouts), None):
-        raise ValueError(
-            f"folder={folder}: {file} has {other}, a layout that this search does not try. The file may be from an "
-            "earlier version with other names of layouts. Use another folder=."
-        )
-
-
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
     """Return the columns of a comparison's table. Rates appear only if one is known."""
     column, rows = Column[ComparedProgram], record.rows
     rate = column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second, wandb_key="tokens_per_second")
+    estimate = column(
+        "estimated_s", "estimate", "seconds", lambda row: row.estimated_s, wandb_key="estimated_step_ms", scale=1e3
+    )
     return [
         column("name", "layout", "text", lambda row: row.name, min_width=12),
         column("fits", "fits", "text", lambda row: row.fits_text),
         column("step_s", "step", "seconds", lambda row: row.step_s, wandb_key="step_ms", scale=1e3),
         column("interval", "interval", "text", lambda row: row.interval_text),
+        *([estimate] if any(row.estimated_s for row in rows) else []),
         *([rate] if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak, wandb_key="hbm_gib", scale=2**-30),
         column("waiting", "waiting", "percent", lambda row: row.waiting),

@@ -1,9 +1,12 @@
-"""Manages the folder of a search: its path, whether it belongs to this search, and the stored answer."""
+"""Manages the folder of a search: its path, whether it belongs to this search, and the stored answer.
+
+`refuse_other_folder` and `refuse_other_search` check the folder of a search of another program.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from valkyrie.processes.locks import write_lock
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
+from valkyrie.search.comparison import PAGE_FILE, SEARCH_FILE
 from valkyrie.search.request import SearchRequest
-from valkyrie.sweep.trial import refuse_other_files
+from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE, refuse_other_files
 from valkyrie.units import count_text
 
 LOCK_FILE = ".search"
@@ -154,3 +158,52 @@ def _read_earlier_answer(folder: Path) -> _EarlierAnswer | None:
         return None
     except (OSError, RecordError) as error:
         raise ValueError(f"{file} cannot be read ({error}). Delete it, or use another name=.") from error
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise ValueError if a comparison must not be saved into a folder.
+
+    This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
+    `report.html` that is not from `valkyrie.search`.
+    """
+    from valkyrie.report.records import is_program_search
+
+    file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."
+    for name, kind in ((RUN_FILE, "run"), (MULTIRUN_FILE, "sweep"), (TRIALS_FILE, "sweep or a search of layouts")):
+        if (folder / name).exists():
+            raise ValueError(f"folder={folder} is the folder of a {kind} ({name}). {remedy}")
+    if file.exists() and not is_program_search(folder):
+        raise ValueError(f"folder={folder}: {file} was not written by valkyrie.search. {remedy}")
+    if page.exists() and not file.exists():
+        raise ValueError(f"folder={folder}: {page} was not written by valkyrie.search. {remedy}")
+
+
+@dataclass(frozen=True)
+class _EarlierRow:
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class _EarlierSearch:
+    """Fields of an earlier `search.json` that a new search compares with its own."""
+
+    target: str = ""
+    rows: tuple[_EarlierRow, ...] = ()
+
+
+def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> None:
+    """Raise ValueError if the `search.json` of a folder is for another slice, or has rows that are not in `layouts`.
+
+    A search replaces the file, so these rows would be lost.
+    """
+    file = folder / SEARCH_FILE
+    if not file.exists():
+        return
+    earlier = read_record(_EarlierSearch, file)
+    if earlier.rows and earlier.target != target:
+        raise ValueError(f"folder={folder}: {file} is for {earlier.target}, not {target}. Use another folder=.")
+    if other := next((row.name for row in earlier.rows if row.name not in layouts), None):
+        raise ValueError(
+            f"folder={folder}: {file} has {other}, a layout that this search does not try. The file may be from an "
+            "earlier version with other names of layouts. Use another folder=."
+        )
