@@ -44,7 +44,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import saved_bytes
+from valkyrie.train.memory import estimated_memory, saved_bytes
 
 EMBED, BATCH, SEQ = 8, 2, 12
 
@@ -556,6 +556,25 @@ def test_estimated_memory_of_sorted_experts_counts_the_rows_of_all_devices_along
         assert one_each["up"] == 4 * gathered["up"]
         limited = ("partition=fsdp_ep", f"model.moe.dispatch={dispatch}", "model.moe.capacity_factor=1.25")
         assert saved(*limited)["up"] == saved(*limited, "mesh=1x1x8")["up"] == 1.25 * gathered["up"]
+
+
+def test_estimated_memory_counts_the_tokens_that_devices_gather_for_their_experts():
+    def peak(*overrides):
+        settings = (
+            "model=moe_tiny",
+            "target=v5e-8",
+            "batch=256",
+            "partition=fsdp_ep",
+            "model.moe.capacity_factor=1.25",
+        )
+        return estimated_memory(parse_run(["mode=show", *settings, *overrides])).activations
+
+    tokens = 256 * 128 / 8
+    gathered_bytes = [
+        peak(mesh, "model.moe.dispatch=sorted") - peak(mesh, "model.moe.dispatch=exchanged")
+        for mesh in ("mesh=2x2x2", "mesh=2x1x4")
+    ]
+    assert gathered_bytes == [devices * tokens * 128 * (2 + 4) for devices in (2, 4)]
 
 
 def test_estimated_products_of_a_dense_dispatch_count_the_capacity_and_its_masks():

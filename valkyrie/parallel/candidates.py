@@ -192,12 +192,16 @@ class Candidates:
         reserved = self._reserved_axes(spec)
         return tuple(m for axis in spec.axes for m in self.gathered_axes(axis) if m not in reserved)
 
+    def member_count(self, dispatched_axes: Sequence[str]) -> np.ndarray:
+        """Return the number of devices with different tokens that share parameters with these dispatched axes."""
+        axes = dict.fromkeys(m for axis in dispatched_axes for m in self.stored_axes(axis))
+        return self.axes_size(tuple(m for m in axes if m in self.data_axes))
+
     def row_copies(self, rows: GatheredRows | None) -> np.ndarray:
         """Return the rows on a device, relative to those of its own tokens. 1 if rows are not gathered."""
         if rows is None:
             return np.ones(len(self))
-        axes = self.stored_axes(rows.axis)
-        members, shards = self.axes_size(tuple(m for m in axes if m in self.data_axes)), self.axes_size(axes)
+        members, shards = self.member_count((rows.axis,)), self.axes_size(self.stored_axes(rows.axis))
         capacity = np.inf if rows.capacity is None else rows.capacity
         return members * np.minimum(np.minimum(1.0, rows.full_shards / shards), capacity / shards)
 

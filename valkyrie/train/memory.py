@@ -19,7 +19,7 @@ from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
-from valkyrie.models import LayeredModel
+from valkyrie.models import LayeredModel, layer_blocks
 from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation, padding_ratio
 from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.parallel.candidates import Candidates
@@ -265,12 +265,12 @@ class MemoryEstimator:
         copies = np.where((layouts.stages > 1) & (not layouts.is_1f1b), 1 + 1 / turns, 1)
         saved_total, unnamed_total = copies * saved_total, copies * unnamed_total
         logits_bytes, group_bytes, named_bytes = self._working_sets
-        # In the backward pass of a group: gathered keys and values with their gradients, and the gathered inputs of a
-        # mixer and a feed-forward with theirs.
+        # In the backward pass of a group: gathered keys and values with their gradients, the gathered inputs of a mixer
+        # and a feed-forward with theirs, and the gathered tokens of experts.
         gathers_layers = (layouts.stages == 1) | (gradients_kind == "stored")
         gathered_bytes = self.gathered_bytes * gathers_layers
         gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
-        gathered_bytes = gathered_bytes + self._gathered_batch_bytes
+        gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
             saved_total, unnamed_total, logits_bytes, group_bytes, named_bytes, gradients, gathered_bytes
@@ -351,6 +351,18 @@ class MemoryEstimator:
         largest = totals.argmax(axis=0)[None]
         others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
         return np.take_along_axis(totals, largest, axis=0)[0], others
+
+    @cached_property
+    def _dispatched_bytes(self) -> np.ndarray:
+        """Bytes per device of the tokens that a layer gathers for experts, and of its sums in float32, or 0."""
+        layouts, total = self.layouts, np.zeros(len(self.layouts))
+        for block, context in layer_blocks(self.run.model):
+            if not block.dispatch_work(context, self.run.config.seq).sends_rows:
+                members = layouts.member_count(block.dispatches)
+                gathered = block.dispatched_activations(context)
+                bytes_ = sum(self._bytes(a) + self._bytes(replace(a, float32=True)) for a in gathered)
+                total = np.maximum(total, np.where(members > 1, members, 0) * bytes_)
+        return total
 
     @property
     def _local_sequences(self) -> np.ndarray:

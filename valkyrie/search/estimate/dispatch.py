@@ -23,9 +23,8 @@ def row_seconds(
         itemsize: Bytes of a number in the compute dtype.
         chip: The chip.
     """
-    work, (axis,) = mixing.dispatch, mixing.dispatched_axes
-    is_sent = layouts.axes_size(tuple(m for m in layouts.stored_axes(axis) if m in layouts.data_axes)) > 1
-    sent_rows = np.where(is_sent, work.sent_rows, 0.0)
+    work = mixing.dispatch
+    sent_rows = np.where(layouts.member_count(mixing.dispatched_axes) > 1, work.sent_rows, 0.0)
     rows = tokens * (work.rows * layouts.row_copies(work.gathered_rows) + sent_rows)
     gather_s = gather_seconds(rows, width, itemsize, chip)
     if work.gathered_rows is None or work.sends_rows:
@@ -33,3 +32,16 @@ def row_seconds(
     # Devices sort the assignments of all tokens that they gather.
     all_copies = layouts.row_copies(work.gathered_rows._replace(full_shards=np.inf, capacity=None))
     return 2 * gather_s, 2 * sort_seconds(tokens * work.rows * all_copies, chip)
+
+
+def gathered_token_bytes(
+    mixing: Mixing, layouts: Candidates, tokens: np.ndarray, width: np.ndarray, itemsize: int
+) -> np.ndarray:
+    """Return the bytes that gathered tokens and their sums move through HBM, in one pass through a layer.
+
+    Gathered tokens are written. Sums are written as zeros, and read and converted before the reduce-scatter. Moving
+    rows to and from both is in `row_seconds`, which has the same arguments.
+    """
+    members = layouts.member_count(mixing.dispatched_axes)
+    gathers_tokens = (members > 1) & (not mixing.dispatch.sends_rows)
+    return np.where(gathers_tokens, tokens * members * width * (itemsize + 2 * 4 + itemsize), 0.0)

@@ -22,7 +22,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.block import SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
-from valkyrie.search.estimate.dispatch import row_seconds
+from valkyrie.search.estimate.dispatch import gathered_token_bytes, row_seconds
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
 from valkyrie.search.estimate.parameters import ParameterTimes
@@ -241,8 +241,9 @@ class StepEstimator:
         for mixing in self.work.mixing:
             work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             if work.rows:
-                itemsize, chip = self.work.itemsize, self.chip
-                move_s, sort_s = row_seconds(mixing, layouts, self.local_tokens, width, itemsize, chip)
+                sizes = mixing, layouts, self.local_tokens, width, self.work.itemsize
+                move_s, sort_s = row_seconds(*sizes, self.chip)
+                move_s = move_s + gathered_token_bytes(*sizes) / self.hbm_bandwidth
                 seconds += mixing.count * ((forward_passes + 1) * move_s + forward_passes * sort_s)
             mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
             mask_s = mask_flops / (self.peak_flops * e.products) / _tile_utilisation(width, e.tile)
