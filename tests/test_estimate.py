@@ -707,7 +707,8 @@ def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
         assert [*suggestion.changes] == [f"{k}={n}" for k, n in zip(keys, (*expected_counts, 128), strict=True)]
         assert f" {head_dim} " in str(suggestion) and f" {padded_dim}." in str(suggestion)
         assert suggestion.peaks[1] < suggestion.peaks[0] and memory_text(suggestion.peaks[1]) in str(suggestion)
-        scaled = suggestion.scaled_to(1.5, 2 * suggestion.peaks[0])
+        scaled = suggestion.scaled_to(1.5, 2 * suggestion.peaks[0], "compiled")
+        assert "about" in str(scaled) and "the compiled 1.500 s" in str(scaled) and "about" not in str(suggestion)
         assert scaled.seconds == (1.5, 1.5 / suggestion.speedup) and scaled.speedup == pytest.approx(suggestion.speedup)
         assert scaled.peaks == (2 * suggestion.peaks[0], 2 * suggestion.peaks[1])
     for settings in (

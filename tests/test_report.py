@@ -139,6 +139,10 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("partly offset")
     _, _, opposing = text.partition("partly offset by")
     assert re.search(r"25\.6 ms .*\bdp, 64\.0 ms .*\bfsdp\b", opposing)
+    fast = make_trial("8x1x1-fsdp", 1000, part_shares={"matmul": 0.5, "compute": 0.2, "exposed x": 0.3})
+    slow = make_trial("8x1x1-dp", 900, part_shares={"matmul": 0.45, "compute": 0.37, "exposed x": 0.18})
+    main, offset, *_ = words.compare_rows(sweep_rows(tmp_path, fast, slow)).explanations["0,1"][1:]
+    assert main.startswith("Other arithmetic") and "offset by waiting" in offset, "the largest cause first"
 
 
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):

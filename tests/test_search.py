@@ -412,6 +412,7 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
     shown.print_start(Path("found"))
+    assert "mode.budget=3min (after 360 s if no layout has a step time by then)" in output.getvalue()
     assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue() and "mode.compiles=0" not in output.getvalue()
     several = describe_plan(make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts())
     assert "3 slices" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
@@ -963,6 +964,14 @@ def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: S
         assert len(lines) == count and "1,000" in lines[0], "an estimate that is 5% lower may be wrong"
 
 
+def test_changes_of_a_command_replace_the_same_settings_of_the_user() -> None:
+    request = make_request("model.attention.heads=8", "model.attention.kv_heads=8")
+    row = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 1)[0]
+    words = shlex.split(compile_command(request, row, ["model.attention.heads=4"]))
+    assert "model.attention.heads=8" not in words and words[-1] == "model.attention.heads=4"
+    assert "model.attention.kv_heads=8" in words and f"partition={row.candidate.partition}" in words
+
+
 def test_settings_that_the_search_chose_for_a_mesh_are_named() -> None:
     request = make_request("mesh=2x4x1", "partition=data_model_fsdp")
     best = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[0]
@@ -1217,6 +1226,9 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     assert behind.low_s < compiled.high_s and "than #2" in surer and "surer" in surer, "errors are shared"
     faster = replace(rows[3].with_step_time(0.5 * rows[0].step_s), batches=[])
     assert faster.high_s < rows[0].step_s
+    surest = replace(rows[1].with_step_time(1.05 * rows[0].step_s), compiled_ratios=(0.97, 1.03))
+    (unsure,) = describe_ties(request, [compiled, surest, rows[2].with_step_time(1.06 * rows[0].step_s)])
+    assert ": #3. #2 is less likely" in unsure and "its estimate is surer" in unsure
     below, unsure = describe_ties(request, [compiled, *rows[2:3], faster, rows[1]])
     assert ": #3. " in below and ": #4. " in unsure, "the whole interval of #3 is below the time of #1"
     run = parse_run(shlex.split(unsure.partition("valkyrie-train ")[2]))
@@ -1316,8 +1328,11 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     with (console := Console(width=140, soft_wrap=True)).capture() as capture:
         print_answer(answer, console)
     lines = capture.get().splitlines()
-    assert lines[0].strip().startswith("gpt_tiny, batch 32") and f"{request.run.config.seq:,} tokens" in lines[0]
-    assert max(len(line.rstrip()) for line in lines) <= 140
+    assert (
+        lines[0].strip().startswith("gpt_tiny (640,128 parameters), batch 32")
+        and f"{request.run.config.seq:,} tokens" in lines[0]
+    )
+    assert max(len(line.rstrip()) for line in lines[1:]) <= 140
     text = capture.get()
     assert "$0.0001" in text and "tokens for" in text and "MFU" in text and " MiB " in text and " 0.0 " not in text
     chip, fastest = request.targets[1].chip, next(row for row in rows if row.overrides[0] == "target=v6e-8")

@@ -55,6 +55,14 @@ def number_text(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+def parameters_text(count: int) -> str:
+    """Format a number of parameters: `379 million parameters`."""
+    if count < 1e6:
+        return f"{count:,} parameters"
+    unit, scale = ("billion", 1e9) if count >= 1e9 else ("million", 1e6)
+    return f"{number_text(count / scale)} {unit} parameters"
+
+
 def count_text(count: int, noun: str) -> str:
     """Format a count with its noun, such as `1 chip` or `1,024 chips`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

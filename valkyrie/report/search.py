@@ -13,7 +13,7 @@ from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.words import Summary, summarise_search
 from valkyrie.sweep.trial import Status
-from valkyrie.units import number_text, share_text
+from valkyrie.units import number_text, parameters_text, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import RankedLayout, SearchAnswer
@@ -95,7 +95,8 @@ def _targets_text(answer: SearchAnswer) -> str:
 
 
 def _question(answer: SearchAnswer) -> str:
-    text = f"Which layout trains {answer.model or 'the model'}{_parameters_text(answer)} "
+    size = "" if answer.parameters is None else f" ({parameters_text(answer.parameters)})"
+    text = f"Which layout trains {answer.model or 'the model'}{size} "
     text += "at the lowest price" if answer.ranked_by == "dollars" else "fastest"
     text += f" on {_targets_text(answer)}"
     if answer.seq is not None and answer.batch is not None:
@@ -108,16 +109,6 @@ def _question(answer: SearchAnswer) -> str:
     if answer.budget_usd is not None:
         text += f" The budget is ${number_text(answer.budget_usd)}."
     return text
-
-
-def _parameters_text(answer: SearchAnswer) -> str:
-    count = answer.parameters
-    if count is None:
-        return ""
-    if count < 1e6:
-        return f" ({count:,} parameters)"
-    unit, scale = ("billion", 1e9) if count >= 1e9 else ("million", 1e6)
-    return f" ({number_text(count / scale)} {unit} parameters)"
 
 
 def _date_text(text: str) -> str:

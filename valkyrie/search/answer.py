@@ -15,6 +15,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.models import is_dense_transformer
 from valkyrie.parts import PART_LABELS, PartKind, StepPart
 from valkyrie.runs.columns import terminal_table
+from valkyrie.runs.folder import key_values, split_override
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
@@ -23,7 +24,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
 from valkyrie.search.shortlist import Shortlist, describe_chips, without_torus
-from valkyrie.units import memory_text
+from valkyrie.units import memory_text, parameters_text
 
 NEAR_LIMIT_SHARE = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
@@ -243,10 +244,11 @@ def describe_peak(answer: SearchAnswer) -> str:
 
 
 def describe_work(request: SearchRequest) -> str:
-    """Describe the work of a search, such as `gpt_1b, batch 512 x 2,048 tokens, bf16`."""
-    config = request.run.config
+    """Describe the work of a search, such as `gpt_1b (1.1 billion parameters), batch 512 x 2,048 tokens, bf16`."""
+    config, model = request.run.config, request.run.model
     batch = "searched batch of sequences of" if request.search_batch else f"batch {config.batch} x"
-    return f"{request.run.model.name}, {batch} {config.seq:,} tokens, {config.precision.name}"
+    size = parameters_text(model.parameter_count())
+    return f"{model.name} ({size}), {batch} {config.seq:,} tokens, {config.precision.name}"
 
 
 def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str:
@@ -257,9 +259,14 @@ def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[s
 
 
 def layout_command(request: SearchRequest, row: RankedLayout, mode: Sequence[str], options: Sequence[str] = ()) -> str:
-    """Return the command that runs a mode on a layout, such as `mode=measure`. `options` are additional overrides."""
+    """Return the command that runs a mode on a layout, such as `mode=measure`.
+
+    `options` are additional overrides. They replace those of the request with the same keys.
+    """
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
-    return "valkyrie-train " + shlex.join([*mode, *request.arguments, *overrides])
+    replaced_keys = key_values(options).keys()
+    arguments = [argument for argument in request.arguments if split_override(argument)[0] not in replaced_keys]
+    return "valkyrie-train " + shlex.join([*mode, *arguments, *overrides])
 
 
 def compile_command(request: SearchRequest, row: RankedLayout, changes: Sequence[str] = ()) -> str:

@@ -40,7 +40,8 @@ class CompileProgress:
         budget, stop_condition = self.request.mode.budget, "on Ctrl-C"
         if budget is not None:
             factor = self.compiled_layouts.budget_factor
-            longer = "" if factor == 1.0 else f" ({factor:g} times that until a layout has a step time)"
+            limit_text = f"{factor * (self.request.budget_s or 0.0):.0f} s"
+            longer = "" if factor == 1.0 else f" (after {limit_text} if no layout has a step time by then)"
             stop_condition = f"after mode.budget={budget}{longer}, or on Ctrl-C"
         self.console.print(
             f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."

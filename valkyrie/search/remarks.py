@@ -59,7 +59,8 @@ def collect_remarks(
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     lines += describe_other_parallelism(ranking.for_target(target.name), compiled_layouts, best)
     if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
-        unpadded = unpadded.scaled_to(best.step_s, best.memory)
+        source = "" if is_estimate else best.stage.adjective
+        unpadded = unpadded.scaled_to(best.step_s, best.memory, source)
         lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
     return lines
 

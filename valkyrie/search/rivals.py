@@ -52,10 +52,10 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     Only times of the same source, compiled or measured, are called equal. Compiled rows on the same chips share their
     errors, so overlapping intervals do not make their order unsure, and a line says so. The last lines have the
     estimated rows that are probably below the time of the first row once compiled, and those that may be below it by
-    more than `EQUAL_RATIO` (`RankedLayout.compiled_ratios`).
+    more than `EQUAL_RATIO` (`RankedLayout.compiled_ratios`), with the better ranked ones whose estimates are surer.
     """
     best, cost, better = rows[0], _cost_function(request), _better(request)
-    tied, unsure, below, behind = list[int](), list[int](), list[int](), list[int]()
+    tied, unsure, below, behind, surer = list[int](), list[int](), list[int](), list[int](), list[int]()
     for place, row in _on_chips(request, rows, _chips(request, best)):
         relative_cost = cost(row) / cost(best)
         low, high = row.compiled_ratios
@@ -68,6 +68,10 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
             below.append(place)
         elif relative_cost * low < 1 / EQUAL_RATIO:
             unsure.append(place)
+        else:
+            surer.append(place)
+    highest_cost = max((cost(rows[place - 1]) for place in unsure), default=0.0)
+    surer = [place for place in surer if cost(rows[place - 1]) < highest_cost]
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
         lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
@@ -75,14 +79,23 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
         text = f"Intervals overlap, but {SHARED_ERRORS}, so the order is surer than the intervals"
         lines.append(f"#1 is {better} than {_name_rivals(behind)}. {text}.")
     strongest = sorted(unsure, key=lambda place: _log_distance(request, best, rows[place - 1]))
-    for places, text in (
-        (below, f"Estimated to be {better} than #1, but neither compiled nor measured"),
-        (strongest, f"Only estimated, and may be more than {tolerance} {better} than #1"),
+    order = ", the likeliest first" if len(unsure) > 1 else ""
+    for places, text, why in (
+        (below, f"Estimated to be {better} than #1, but neither compiled nor measured", ""),
+        (strongest, f"Only estimated, and may be more than {tolerance} {better} than #1{order}", _surer_text(surer)),
     ):
         if places:
             settle = _compile_text(rows[places[0] - 1], f" To settle it, compile #{places[0]}")
-            lines.append(f"{text}: {_name_rivals(places)}.{settle if best.stage is not Stage.estimate else ''}")
+            lines.append(f"{text}: {_name_rivals(places)}.{why}{settle if best.stage is not Stage.estimate else ''}")
     return lines
+
+
+def _surer_text(places: Sequence[int]) -> str:
+    """Return a sentence why these rows are no rivals although they are above one, or "" if there are none."""
+    if not places:
+        return ""
+    why = "is less likely to be, because its estimate is" if len(places) == 1 else ""
+    return f" {_name_rivals(places)} {why or 'are less likely to be, because their estimates are'} surer."
 
 
 def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], options: Sequence[str]) -> list[str]:

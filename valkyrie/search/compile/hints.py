@@ -176,7 +176,7 @@ def _largest_part_hint(facts: _Facts) -> Hint:
 def _padded_heads_hints(facts: _Facts) -> Iterator[Hint]:
     if (unpadded := facts.unpadded_heads) is not None:
         memory = facts.prediction.memory
-        unpadded = unpadded.scaled_to(facts.step.step_s, None if memory is None else memory.required)
+        unpadded = unpadded.scaled_to(facts.step.step_s, None if memory is None else memory.required, "compiled")
         yield Hint(HintCode.padded_heads, str(unpadded), 1 - 1 / unpadded.speedup, changes=unpadded.changes)
 
 

@@ -62,6 +62,7 @@ class UnpaddedHeads(NamedTuple):
         changes: Overrides that set the unpadded heads.
         seconds: Estimated step times of the run and with unpadded heads.
         peaks: Estimated peak memory per device of the run and with unpadded heads, in bytes.
+        source: Source of the run's own time and peak, such as `compiled`. Empty if they are estimates.
     """
 
     head_dim: int
@@ -69,28 +70,30 @@ class UnpaddedHeads(NamedTuple):
     changes: tuple[str, ...]
     seconds: tuple[float, float]
     peaks: tuple[int, int]
+    source: str = ""
 
     @property
     def speedup(self) -> float:
         """Estimated step time of the run divided by that with unpadded heads."""
         return self.seconds[0] / self.seconds[1]
 
-    def scaled_to(self, step_s: float, peak: int | None) -> UnpaddedHeads:
+    def scaled_to(self, step_s: float, peak: int | None, source: str) -> UnpaddedHeads:
         """Return a copy with the ratios of times and of peaks, for a run with this step time and peak in bytes.
 
-        A more accurate prediction of the run corrects that with unpadded heads by the same ratio.
+        A more accurate prediction of the run, from `source`, corrects that with unpadded heads by the same ratio.
         """
         peak = peak or self.peaks[0]
         peaks = (peak, round(peak * self.peaks[1] / self.peaks[0]))
-        return self._replace(seconds=(step_s, step_s / self.speedup), peaks=peaks)
+        return self._replace(seconds=(step_s, step_s / self.speedup), peaks=peaks, source=source)
 
     def __str__(self) -> str:
         (padded_s, step_s), (padded_peak, peak) = map(duration_text, self.seconds), map(memory_text, self.peaks)
-        memory = "" if peak == padded_peak else f", and its peak is {peak} per device instead of {padded_peak}"
+        about, source = ("about ", f"the {self.source} ") if self.source else ("", "")
+        memory = "" if peak == padded_peak else f", and its peak is {about}{peak} per device instead of {padded_peak}"
         return (
             f"Attention heads of {self.head_dim} dimensions are padded to {self.padded_dim}. {' '.join(self.changes)} "
             f"makes another model, with projections of the same size. By estimates of both, its step is "
-            f"{self.speedup:.2f} times as fast ({step_s} instead of {padded_s}){memory}."
+            f"{self.speedup:.2f} times as fast ({about}{step_s} instead of {source}{padded_s}){memory}."
         )
 
 

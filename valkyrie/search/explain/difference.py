@@ -45,6 +45,7 @@ _COMMUNICATION = {
     PartKind.collectives: "time in collectives, waiting included",
 }
 """Phrase for each kind of communication in an explanation. Measured steps have only `collectives`."""
+_OFFSET = "The difference is partly offset by"
 _SUBJECTS = {
     PartKind.memory: "Memory-bound operations",
     PartKind.compute: "Other arithmetic",
@@ -344,12 +345,16 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
         )
     if slower.step_s <= faster.step_s:
         return lines
-    explain_functions = [_explain_communication, _explain_gradient_sums, _explain_products]
-    parts = _pair_quantities(a.quantities.seconds, b.quantities.seconds, b.scale)
-    if parts and parts[0].name in [kind.value for kind in _PRODUCTS]:  # products differ most
-        explain_functions = [_explain_products, _explain_communication, _explain_gradient_sums]
-    explain_functions += [_explain_other_parts, _explain_memory]
-    return lines + [line for explain in explain_functions for line in explain(faster, slower)]
+    causes = [  # the largest first, then those that favour the slower layout
+        (
+            _share_of_difference(faster, slower, *_COMMUNICATION),
+            [*_explain_communication(faster, slower), *_explain_gradient_sums(faster, slower)],
+        ),
+        (_share_of_difference(faster, slower, *_PRODUCTS), _explain_products(faster, slower)),
+        *_explain_other_parts(faster, slower),
+    ]
+    causes.sort(key=lambda cause: -cause[0])
+    return [*lines, *(line for _, cause_lines in causes for line in cause_lines), *_explain_memory(faster, slower)]
 
 
 def _share_of_difference(faster: _Side, slower: _Side, *kinds: PartKind) -> float:
@@ -379,7 +384,7 @@ def _explain_communication(faster: _Side, slower: _Side) -> list[str]:
             continue
         amount = "More than the whole difference" if share > 1 else f"{percent_text(share)} of the difference"
         fast_s, slow_s = (duration_text(side.sum_seconds(kind)) for side in (faster, slower))
-        start = f"{amount} is {subject}" if share > 0 else f"This is partly offset by {subject}"
+        start = f"{amount} is {subject}" if share > 0 else f"{_OFFSET} {subject}"
         text = (
             f"{start}: {slow_s} per step under {slower.label}, {fast_s} under {faster.label}. Each device sends "
             f"{slow_bytes} under {slower.label}, {fast_bytes} under {faster.label}."
@@ -404,11 +409,13 @@ def _explain_gradient_sums(faster: _Side, slower: _Side) -> list[str]:
 
 def _explain_products(faster: _Side, slower: _Side) -> list[str]:
     lines, pair = [], (faster, slower)
-    if abs(_share_of_difference(faster, slower, *_PRODUCTS)) >= _MIN_SHARE:
+    share = _share_of_difference(faster, slower, *_PRODUCTS)
+    if abs(share) >= _MIN_SHARE:
+        subject = "Matrix products and kernels" if share > 0 else f"{_OFFSET} matrix products and kernels, which"
         times = [f"{duration_text(side.sum_seconds(*_PRODUCTS))} under {side.label}" for side in pair]
         rates = [percent_text(side.step.product_rate) for side in pair if side.step.product_rate]
         rate_text = f", at {rates[0]} and {rates[1]} of peak FLOP/s" if len(rates) == 2 else ""
-        lines.append(f"Matrix products and kernels take {times[0]} and {times[1]}{rate_text}.")
+        lines.append(f"{subject} take {times[0]} and {times[1]}{rate_text}.")
     steps = [side.step for side in pair]
     flops_ratios = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
     if len(flops_ratios) == 2 and abs(flops_ratios[1] / flops_ratios[0] - 1) >= _MIN_FLOPS_DIFFERENCE:
@@ -427,17 +434,18 @@ def _explain_products(faster: _Side, slower: _Side) -> list[str]:
     return lines
 
 
-def _explain_other_parts(faster: _Side, slower: _Side) -> list[str]:
-    shares = {kind: _share_of_difference(faster, slower, kind) for kind in _SUBJECTS}
-    lines = []
-    for kind, share in sorted(shares.items(), key=lambda item: -abs(item[1])):
+def _explain_other_parts(faster: _Side, slower: _Side) -> list[tuple[float, list[str]]]:
+    """Return the share of the difference of each kind in `_SUBJECTS`, with a sentence if it is large enough."""
+    causes = []
+    for kind, subject in _SUBJECTS.items():
+        share = _share_of_difference(faster, slower, kind)
         if abs(share) < _MIN_SHARE:
             continue
-        subject = _SUBJECTS[kind] if share > 0 else f"This is partly offset by {_SUBJECTS[kind].lower()}, which"
+        subject = subject if share > 0 else f"{_OFFSET} {subject[0].lower()}{subject[1:]}, which"
         verb = "take" if kind is PartKind.memory else "takes"
         fast_s, slow_s = (f"{duration_text(side.sum_seconds(kind))} under {side.label}" for side in (faster, slower))
-        lines.append(f"{subject} {verb} {fast_s} and {slow_s}.")
-    return lines
+        causes.append((share, [f"{subject} {verb} {fast_s} and {slow_s}."]))
+    return causes
 
 
 def _explain_memory(faster: _Side, slower: _Side) -> list[str]:
