@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from scipy.stats import spearmanr
 
 import valkyrie
 from machines import needs_libtpu
@@ -110,6 +109,8 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(600)
 def test_estimates_rank_the_layouts_of_a_program(monkeypatch: pytest.MonkeyPatch):
+    from scipy.stats import spearmanr  # takes 1 s, in every collection if imported above
+
     build, rules = import_example("ranking", monkeypatch).PROGRAMS["mlp"]
     found = valkyrie.search(build, slice=valkyrie.slice("v5e-8"), meshes=[(8, 1), (2, 4)], rules=rules, quiet=True)
     estimates = found.estimates

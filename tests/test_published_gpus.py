@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import collective_model
@@ -42,6 +41,8 @@ for pairs in gpus.estimate_by_group(group_rows, published).values():
 def test_a_group_is_estimated_with_constants_of_the_other_groups(
     group: str, min_correlation: float, error: float
 ) -> None:
+    from scipy.stats import spearmanr  # takes 1 s, in every collection if imported above
+
     # In a new process, because the type checks of this one would take nine tenths of the time of a fit.
     command = [sys.executable, "-c", GROUP_PROGRAM, str(gpus.ROWS_FILE.parent), group]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

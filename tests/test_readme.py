@@ -18,6 +18,7 @@ import pytest
 
 from helpers import PARTITIONS, compose_config, compose_run, config_names
 from machines import needs_libtpu
+from runs import copy_run
 from sweeps import fake_outcomes
 from test_compile_tpu import run_train_process
 from test_folder import make_run
@@ -124,10 +125,17 @@ def test_every_page_can_be_reached_from_the_readme():
         assert page == "README.md" or f"]({page}" in README, page
 
 
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), "mine", "model=gpt_tiny", "mesh=2x2x2")
+
+
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=[pytest.mark.slow] if " -m " in line else []) for line in TRAIN_COMMANDS]
 )
-def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str):
+def test_every_command_composes(
+    command: Any, finished_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
+):
     arguments = arguments_of(line)
     if "-m" in arguments:
         monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
@@ -136,7 +144,7 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
         trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]
         assert ended.status == 0 and trials.count(Status.ok) >= 8, ended.err
         return
-    make_run(tmp_path / "runs", "mine", "model=gpt_tiny", "mesh=2x2x2")
+    copy_run(finished_run, tmp_path / "runs")
     composed = command(*arguments)
     assert (composed.status, composed.err) == (0, "")
     assert composed.run is not None or composed.out.startswith(("valkyrie-train trains", "mode:"))

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import wandb
 
 from test_sweep_tracking import OK, row
 from valkyrie.records import encode
@@ -99,12 +98,16 @@ def test_a_project_needs_its_entity(project: str) -> None:
 
 
 def test_a_missing_key_is_reported_with_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ValueError, match="Set WANDB_API_KEY"):
         main_wandb("me/valkyrie", None, dry_run=False)
 
 
 def test_a_server_refusal_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     def fail(**_: Any) -> bool:
         raise wandb.errors.AuthenticationError("wrong key")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
 from helpers import compose_run
 from valkyrie.records import decode, encode
@@ -169,6 +168,8 @@ def test_bytes_on_unknown_axes_are_named_unattributed() -> None:
 def test_a_sweep_stays_offline_with_one_note_if_the_server_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     init = wandb.init
 
     def refuse(**arguments: Any) -> Any:
@@ -257,6 +258,8 @@ def test_two_sweeps_with_one_name_do_not_share_runs(tmp_path: Path) -> None:
 def test_a_wandb_failure_is_reported_once_and_does_not_end_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     calls: list[str] = []
 
     def fail(**about: Any) -> None:
@@ -277,6 +280,8 @@ def test_tracking_off_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_sweep_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     gate = threading.Event()
     monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(20))
     tracker = SweepTracker(TrackingConfig(wandb=WandbMode.offline), tmp_path, "laptop", lambda _: None)

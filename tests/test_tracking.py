@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
 from runs import trained_run
 from valkyrie.runs.tracking import Tracker, read_metrics
@@ -131,6 +130,8 @@ def test_the_summary_overrides_the_last_step_with_the_same_keys(tmp_path: Path) 
 
 
 def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb  # takes 1 s, in every collection if imported above
+
     def fail(**_: Any) -> None:
         raise OSError("no service")
 
