@@ -75,6 +75,10 @@ def main() -> None:
             compiled = [row for row in rows if row["step_s"]]
             step_estimates[rows[0]["space"]] += zip(compiled, map(float, estimates[id(timed_groups[key])]), strict=True)
     console.print(make_table(step_estimates, memory_estimates))
+    for name, spaces in (("all spaces", memory_estimates), ("odd models", ODD_MODELS)):
+        errors = [abs(e / row["peak"] - 1) for s in spaces for row, e in memory_estimates.get(s, []) if row["peak"]]
+        if errors:
+            console.print(f"memory of {name}: median error {100 * np.median(errors):.1f}% of {len(errors)} layouts")
     if args.each:
         for pairs in step_estimates.values():
             for row, estimate in pairs:
