@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from valkyrie.report.words import EQUAL_RATIO
+from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage, TriedBatch
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.space import Candidate
+from valkyrie.search.request import SearchRequest
+from valkyrie.search.shortlist import BATCH_ERROR, find_batch_rival
 from valkyrie.units import memory_text, percent_text
 
-BATCH_ERROR = 0.12
-"""Error of the estimated ratio of tokens/s of two batches. With 16 instead of 8 sequences of 16,384 tokens on v5e-8,
-valkyrie_125m has 1.05 times as many once compiled, and 0.94 times by estimate."""
 MAX_PRINTED = 7
 """Maximum number of batches that are printed for a layout."""
 
@@ -35,7 +35,7 @@ def _find_batches(row: RankedLayout, ranking: Ranking, compiled_layouts: Compile
     Batches that were not compiled have their estimated rates, scaled so that the estimate at the row's batch agrees
     with the row.
     """
-    layouts = {layout.batch: layout for layout in _same_layouts(row.candidate, ranking)}
+    layouts = {layout.batch: layout for layout in find_same_layouts(row.candidate, ranking)}
     if row.candidate.batch not in layouts:
         return []
     row_layout = layouts[row.candidate.batch]
@@ -61,7 +61,7 @@ def _find_batches(row: RankedLayout, ranking: Ranking, compiled_layouts: Compile
     return batches
 
 
-def _same_layouts(candidate: Candidate, ranking: Ranking) -> Iterable[EstimatedLayout]:
+def find_same_layouts(candidate: Candidate, ranking: Ranking) -> Iterable[EstimatedLayout]:
     """Yield the layouts of a ranking that differ from a candidate only in the batch."""
     layout = replace(candidate, batch=None)
     for e in ranking.for_partition(candidate.partition).for_target(candidate.target).estimates:
@@ -122,10 +122,22 @@ def explain_batch(row: RankedLayout) -> list[str]:
     if all(abs(change) < EQUAL_RATIO - 1 for change in changes):
         change = f"change by less than {percent_text(EQUAL_RATIO - 1)}"
     by_estimate = " by estimate" if all(tried.stage is Stage.estimate for tried in larger) else ""
-    lines = [f"{head}: from {row.candidate.batch:,} to {larger[-1].batch:,} sequences, tokens/s {change}{by_estimate}."]
-    if by_estimate and changes[0] > -BATCH_ERROR:
-        lines.append(
-            f"Estimates of other batches may be off by {percent_text(BATCH_ERROR)}. Before you decide, compile #1 with "
-            f"batch={larger[0].batch} too."
-        )
-    return lines
+    by_estimate += f", which may be off by {percent_text(BATCH_ERROR)}" if by_estimate else ""
+    return [f"{head}: from {row.candidate.batch:,} to {larger[-1].batch:,} sequences, tokens/s {change}{by_estimate}."]
+
+
+def describe_batch_rival(request: SearchRequest, row: RankedLayout) -> list[str]:
+    """Return a sentence with the next larger batch of the best layout if it may be faster, and the command to compile.
+
+    Returns an empty list if a larger batch was compiled, and if the search does not vary the batch.
+    """
+    batch = row.candidate.batch or 0
+    rates = {tried.batch: tried.tokens_per_second_per_chip for tried in row.batches if tried.fits}
+    if any(tried.batch > batch and tried.stage is not Stage.estimate for tried in row.batches):
+        return []
+    if (rival := find_batch_rival(batch, rates)) is None:
+        return []
+    text = f"#1 may be faster with batch={rival}: {rates[rival]:,.0f} tokens/s/chip by estimate, which may be off by "
+    text += f"{percent_text(BATCH_ERROR)}. Before you decide, compile #1 with batch={rival} too"
+    layout = replace(row, overrides=replace(row.candidate, batch=rival).overrides)
+    return [f"{text}: {compile_command(request, layout)}" if row.compile else f"{text}."]

@@ -32,7 +32,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import Shortlist, chip_name, describe_chips, without_torus
+from valkyrie.search.shortlist import Shortlist, chip_name, describe_chips, find_batch_rival, without_torus
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
@@ -200,6 +200,7 @@ def compile_best(
     compiled_layouts: CompiledLayouts,
     on_result: Callable[[CompiledLayout, CompiledLayouts], None],
     on_wait: Callable[[EstimatedLayout, float, float], None],
+    find_batches: Callable[[CompiledLayout], Iterable[EstimatedLayout]] = lambda best: (),
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
@@ -219,6 +220,7 @@ def compile_best(
         on_result: Called after each compile.
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
             the median seconds of the compiles so far, or 0 before the first.
+        find_batches: Returns the best layout with each searched batch.
     """
     layouts = [*shortlist.fitting, *shortlist.may_fit]
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
@@ -238,7 +240,8 @@ def compile_best(
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
-        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s())
+        batch_rival = _find_batch_rival(request, compiled_layouts, find_batches)
+        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s(), batch_rival)
         if layout is None:
             chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
             unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"
@@ -357,14 +360,16 @@ def _pick_next(
     compiled_layouts: CompiledLayouts,
     find_baseline_layouts: Callable[[CompiledLayout], Sequence[EstimatedLayout]],
     left_s: float,
+    batch_rival: EstimatedLayout | None = None,
 ) -> EstimatedLayout | None:
     """Return the layout to compile next, or None if none is worth a compile. `left_s`: seconds left of the budget.
 
     Until a layout fits, this is the one with the lowest cost, divided by its chance to fit. After that, it is the one
     with the best chance to fit and to be faster than the best one, if this is at least `MIN_CHANCE`. Kinds and numbers
-    of chips without a compile come first, then a second partition, because layouts of one partition have similar
-    errors. If no layout has such a chance, the baselines and the remaining kinds of chips are compiled for comparison.
-    Chips whose compiles may end within the budget come before others.
+    of chips without a compile come first, then `batch_rival`, the best layout with another batch, then a second
+    partition, because layouts of one partition have similar errors. If no layout has such a chance, the baselines and
+    the remaining kinds of chips are compiled for comparison. Chips whose compiles may end within the budget come before
+    others.
 
     If the errors of a platform's estimates are unknown, such chances are as well: each kind of its chips comes first.
     """
@@ -392,17 +397,35 @@ def _pick_next(
         for layout, time in zip(possible, times, strict=True)
     }
     promising = [layout for layout in possible if chances[layout.candidate] >= MIN_CHANCE]
+    uncompiled = compiled_layouts.filter_uncompiled_chips(promising)
+    first = _compiled_in_time(request, uncompiled, left_s)
+    if batch_rival is not None and not first:
+        return batch_rival
     if promising:
-        uncompiled = compiled_layouts.filter_uncompiled_chips(promising)
         other_chips = {layout.candidate for layout in uncompiled}
         on_compiled_chips = [layout for layout in promising if layout.candidate not in other_chips]
-        first = _compiled_in_time(request, uncompiled, left_s) or on_compiled_chips or promising
+        first = first or on_compiled_chips or promising
         partitions = {layout.estimate.candidate.partition for layout in compiled_layouts.layouts}
         if len(partitions) == 1:
             first = [layout for layout in first if layout.candidate.partition not in partitions] or first
         return max(first, key=lambda layout: chances[layout.candidate])
     baselines = (b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None)
     return next(baselines, None) or pick_cheapest(compiled_layouts.filter_uncompiled_chips(possible))
+
+
+def _find_batch_rival(
+    request: SearchRequest,
+    compiled_layouts: CompiledLayouts,
+    find_batches: Callable[[CompiledLayout], Iterable[EstimatedLayout]],
+) -> EstimatedLayout | None:
+    """Return the best layout with the next larger batch if this may be faster, or None if a larger one was compiled."""
+    best = compiled_layouts.best(request)
+    if best is None or best.estimate.batch is None:
+        return None
+    layouts = {e.batch or 0: e for e in find_batches(best) if e.fits and compiled_layouts.may_fit(e)}
+    rival = find_batch_rival(best.estimate.batch, {batch: 1 / e.ranking_s for batch, e in layouts.items()})
+    compiled = {batch for batch, e in layouts.items() if compiled_layouts.get(e.candidate) is not None}
+    return None if rival is None or max(compiled, default=0) >= rival else layouts[rival]
 
 
 def _compiled_in_time(

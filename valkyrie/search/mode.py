@@ -28,7 +28,7 @@ from valkyrie.search.answer import (
 )
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
-from valkyrie.search.batches import add_batches, describe_batches
+from valkyrie.search.batches import add_batches, describe_batches, find_same_layouts
 from valkyrie.search.budget import describe_compile_time, describe_missing_compiles
 from valkyrie.search.compiling import (
     CompiledLayout,
@@ -257,8 +257,15 @@ def _compile(
     def find_baseline_layouts(best: CompiledLayout) -> list[EstimatedLayout]:
         return baseline_layouts(find_baselines(request, ranking, best.target, best.estimate.candidate))
 
+    def find_batches(best: CompiledLayout) -> list[EstimatedLayout]:
+        return [*find_same_layouts(best.estimate.candidate, ranking)]
+
     limit = request.mode.compiles
     add_recorded_layouts(request, [*shortlist.fitting, *shortlist.may_fit], folder, compiled_layouts)
+    if request.search_batch:  # the shortlist lacks most batches
+        batches = {e.candidate: e for layout in compiled_layouts.layouts for e in find_batches(layout)}
+        others = [layout for candidate, layout in batches.items() if compiled_layouts.get(candidate) is None]
+        add_recorded_layouts(request, others, folder, compiled_layouts)
     if compiled_layouts.layouts:
         console.print(f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", soft_wrap=True)
     if limit == 0:
@@ -270,7 +277,7 @@ def _compile(
         with signals_as_exceptions(), progress.status_line:
             compile_best(
                 *(request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts),
-                *(progress.print_result, progress.show_wait),
+                *(progress.print_result, progress.show_wait, find_batches),
             )
     except KeyboardInterrupt:
         kind = "best so far" if compiled_layouts.best(request) else "best by estimate, none compiled"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from valkyrie.config.run import Run
 from valkyrie.hardware.chips import describe_price
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import LayeredModel
@@ -16,11 +18,12 @@ from valkyrie.search.baselines import describe_other_parallelism, find_baselines
 from valkyrie.search.batches import explain_batch
 from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
+from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.rank import Ranking
-from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
+from valkyrie.search.estimate.runs import estimate_runs, suggest_unpadded_heads
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
-from valkyrie.search.shortlist import Shortlist, describe_chips
+from valkyrie.search.shortlist import EQUALLY_FAST_RATIO, Shortlist, describe_chips
 from valkyrie.units import number_text, percent_text
 
 
@@ -39,7 +42,9 @@ def collect_remarks(
     """
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
-    lines = [*describe_choices(request, best), *explain_batch(best), *describe_intervals(request, rows)]
+    best_run = _find_run(request, best, shortlist)
+    lines = [*describe_choices(request, best), *describe_placement(best_run)]
+    lines += [*explain_batch(best), *describe_intervals(request, rows)]
     lines += describe_costs(request, rows)
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
         text = f"The best layout is only estimated. {ratios}"
@@ -58,7 +63,7 @@ def collect_remarks(
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     lines += describe_other_parallelism(ranking.for_target(target.name), compiled_layouts, best)
-    if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
+    if best_run is not None and (unpadded := suggest_unpadded_heads(best_run)) is not None:
         source = "" if is_estimate else best.stage.adjective
         unpadded = unpadded.scaled_to(best.step_s, best.memory, source)
         lines.append(f"{unpadded} To compile it: {compile_command(request, best, unpadded.changes)}")
@@ -79,6 +84,17 @@ def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
     return lines
 
 
+def describe_placement(run: Run | None) -> list[str]:
+    """Return a line with the estimated cost of the default placement, or [] if a run has no other one or is None."""
+    if run is None or run.config.mesh.placement is None or (chip := run.config.target.chip) is None:
+        return []
+    mesh = run.config.mesh
+    runs = [run, run.changed(mesh=replace(mesh, placement=None))]
+    step_s, default_s = (estimate["step"] for estimate in estimate_runs(runs, chip_efficiency(chip)))
+    cost = "is as fast" if default_s <= EQUALLY_FAST_RATIO * step_s else f"takes {default_s / step_s:.2f} times as long"
+    return [f"Without mesh.placement=[{','.join(run.config.mesh.placement or ())}], #1 {cost} by estimate."]
+
+
 def describe_prices(request: SearchRequest) -> list[str]:
     """Return the price of a chip-hour with its source for each kind of chip, on demand and, if it is set, spot."""
     chips = {target.chip.name: target.chip for target in request.targets if target.chip is not None}
@@ -96,7 +112,8 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
 
     The line has the hours and tokens that `budget_usd` pays for, and the hours and dollars of `tokens`, with their
     ranges. If the chip has a spot price, another line repeats them at this price. Chips without a price get no line.
-    Further lines compare numbers of chips of the same kind. Returns an empty list if neither setting is used.
+    Further lines compare numbers of chips of the same kind, and have the price at which another kind is cheaper.
+    Returns an empty list if neither setting is used.
     """
     lines, described_chips = list[str](), set[str]()
     if request.budget_usd is None and request.tokens is None:
@@ -116,7 +133,23 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
             f"No price of {' or '.join(names)} is known, so rows are ordered by speed instead of cost. "
             "target.chip.usd_per_hour= sets a price, in a search of one kind of chip."
         )
-    return [*lines, *_compare_slices(request, rows)]
+    return [*lines, *_compare_slices(request, rows), *_describe_price_limit(request, rows)]
+
+
+def _describe_price_limit(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
+    """Return a line with the price up to which the chip of the first row stays the cheapest. Empty with one chip."""
+    best, chip = rows[0], target_slice(request, rows[0]).chip
+    others = [(place, row) for place, row in enumerate(rows, start=1) if target_slice(request, row).chip != chip]
+    if not request.ranks_by_price or chip is None or not others:
+        return []
+    place, rival = min(others, key=lambda pair: pair[1].usd_per_million_tokens or math.inf)
+    usd = (chip.usd_per_hour or 0.0) * (rival.usd_per_million_tokens or 0.0) / (best.usd_per_million_tokens or 1.0)
+    low_usd = usd * (rival.low_s / rival.step_s) / (best.high_s / best.step_s)
+    low_text = f" (${low_usd:,.2f} at the ends of both intervals)" if best.interval and rival.interval else ""
+    return [
+        f"{chip.name} stays the cheapest up to ${usd:,.2f} per chip-hour{low_text}. Above that, #{place} on "
+        f"{rival.candidate.target} is cheaper."
+    ]
 
 
 def _compare_slices(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
@@ -237,12 +270,11 @@ def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
     return lines
 
 
-def _suggest_unpadded_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> UnpaddedHeads | None:
+def _find_run(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> Run | None:
+    """Return the run that compiles the best layout, or None if it is not in the shortlist."""
     layouts = [*shortlist.fitting, *shortlist.may_fit]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
-    if layout is None:
-        return None
-    return suggest_unpadded_heads(make_compile_run(request, layout))
+    return None if layout is None else make_compile_run(request, layout)
 
 
 def target_slice(request: SearchRequest, row: RankedLayout) -> TargetConfig:

@@ -10,6 +10,7 @@ from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.columns import FORMATS
 from valkyrie.search.answer import launch_command, layout_command
 from valkyrie.search.answer_record import RankedLayout, Stage
+from valkyrie.search.batches import describe_batch_rival
 from valkyrie.search.compile.correction import SHARED_ERRORS, published_interval, published_runs_on
 from valkyrie.search.local_devices import has_devices
 from valkyrie.search.remarks import target_slice
@@ -31,9 +32,9 @@ def describe_certainty(
 ) -> list[str]:
     """Return sentences on how sure it is that the first row is the best one.
 
-    They name the strongest rivals on the same chips and on other chips, the slice with the least accurate predictions,
-    if their errors may decide, and the commands that would settle which row is better. If the first row is only
-    estimated, that is the command that compiles it.
+    They name the next larger batch of the first row if it may be faster, the strongest rivals on the same chips and on
+    other chips, the slice with the least accurate predictions, if their errors may decide, and the commands that would
+    settle which row is better. If the first row is only estimated, that is the command that compiles it.
 
     Args:
         request: The search.
@@ -42,8 +43,10 @@ def describe_certainty(
         options: Overrides with the compiler options that the first row was compiled with.
     """
     lines = [*describe_ties(request, rows), *_describe_other_chips(request, rows, options)]
-    text = f"To be surer, compile #1 first ({compile_time})"
-    return [*lines, *filter(None, [_compile_text(rows[0], text)])]
+    batch_lines = describe_batch_rival(request, rows[0])
+    if text := _compile_text(rows[0], f"To be surer, compile #1 first ({compile_time})"):
+        return [*lines, text, *batch_lines]
+    return [*batch_lines, *lines]
 
 
 def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:

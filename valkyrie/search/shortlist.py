@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,12 @@ More than one, because a compile may show that a batch does not fit.
 """
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
+BATCH_ERROR = 0.05
+"""Error of the estimated ratio of tokens/s of a batch and the next larger one: the largest of five compiled pairs,
+rounded up.
+
+Compiled, the larger batch is 2.9% slower to 4.2% faster than by estimate (experiments/LOG.md).
+"""
 EQUALLY_FAST_RATIO = 1.01
 """A layout counts as equally fast on another torus if a step there is estimated to take at most 1% longer."""
 
@@ -72,6 +78,18 @@ def without_torus(layout: EstimatedLayout) -> Candidate:
     `describe_chips`.
     """
     return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None, batch=None)
+
+
+def find_batch_rival(batch: int, rates: Mapping[int, float]) -> int | None:
+    """Return the next larger batch of a layout, or None if there is none or it is slower by more than `BATCH_ERROR`.
+
+    Args:
+        batch: The batch with the highest rate.
+        rates: Tokens/s by batch, or numbers proportional to it, of the batches that fit.
+    """
+    rival = min((other for other in rates if other > batch), default=None)
+    may_be_faster = rival is not None and batch in rates and rates[rival] > (1 - BATCH_ERROR) * rates[batch]
+    return rival if may_be_faster else None
 
 
 @dataclass(frozen=True)
