@@ -151,6 +151,28 @@ def _compose_quickly() -> None:
     omegaconf.base.parse = omegaconf._utils.parse = lru_cache(4096)(omegaconf.base.parse)
 
 
+def _merge_defaults_once() -> None:
+    """Patch Hydra to merge the configs of a defaults list once, unless their contents differ.
+
+    Command-line overrides of values are applied to a copy. Saves a third of the time to compose a run.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+    merge, merged_configs = ConfigLoaderImpl._compose_config_from_defaults_list, dict[bytes, bytes]()
+
+    def merge_once(loader: Any, defaults: list[Any], repo: Any) -> Any:
+        contents = [(d.config_path, d.package, d.primary, repo.load_config(d.config_path).config) for d in defaults]
+        try:
+            key = pickle.dumps(contents)
+        except (AttributeError, pickle.PicklingError):  # a class of a test
+            return merge(loader, defaults, repo)
+        if key not in merged_configs:
+            merged_configs[key] = pickle.dumps(merge(loader, defaults, repo))
+        return pickle.loads(merged_configs[key])
+
+    ConfigLoaderImpl._compose_config_from_defaults_list = merge_once
+
+
 def _compose_commands_once() -> None:
     """Patch Hydra to compose each command once.
 
@@ -198,6 +220,7 @@ def _prepare_libraries() -> None:
     _install_type_checks()
     _read_configs_once()
     _compose_quickly()
+    _merge_defaults_once()
     _compose_commands_once()
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)

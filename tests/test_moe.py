@@ -109,12 +109,9 @@ def apply_by_hand(block: MoE, module, x: np.ndarray) -> np.ndarray:
     [
         {},
         {"normalize": True, "top_k": 3},
-        {"router": RouterScores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1},
+        {"router": RouterScores.sigmoid, "kind": Nonlinearity.relu, "top_k": 1, "scale_inputs": True},
         {"capacity_factor": 0.5, "dispatch": Dispatch.dense},
-        {"dispatch": Dispatch.dense},
-        {"router": RouterScores.sigmoid, "top_k": 1, "scale_inputs": True},
         {"kind": Nonlinearity.clamped_swiglu, "biases": True, "normalize": True},
-        {"kind": Nonlinearity.clamped_swiglu, "biases": True, "dispatch": Dispatch.dense},
         {"experts": 8, "groups": 4, "top_groups": 2, "routed_scaling": 2.5, "normalize": True},
         {"experts": 8, "groups": 2, "top_groups": 1, "group_score": GroupScore.max, "selection_bias": True, "top_k": 3},
     ],
@@ -133,10 +130,7 @@ def test_a_mixture_equals_a_calculation_token_by_token(settings):
         assert np.all(values["dropped"] >= 1 - block.capacity_factor - 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "biases"),
-    [(Nonlinearity.swiglu, False), (Nonlinearity.relu2, False), (Nonlinearity.clamped_swiglu, True)],
-)
+@pytest.mark.parametrize(("kind", "biases"), [(Nonlinearity.relu2, False), (Nonlinearity.clamped_swiglu, True)])
 def test_dispatch_forms_have_the_same_values_and_gradients(kind, biases):
     def loss(module, x):
         y, values = apply(module, x)
@@ -373,7 +367,7 @@ LIMITED_LAYOUTS = [
 """Layouts with limited buffers, large enough that these steps drop nothing."""
 LAYOUTS += LIMITED_LAYOUTS
 MICROBATCHES = ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full")
-QUICK_LAYOUTS = [LAYOUTS[0], MICROBATCHES, LAYOUTS[6]]
+QUICK_LAYOUTS = [MICROBATCHES, LAYOUTS[6]]
 BALANCE_SETTINGS = ("model.moe.selection_bias=true", "model.moe.router=sigmoid", "optimizer.balance_rate=0.25")
 
 
@@ -442,7 +436,7 @@ def apply_with_drops(devices):
 
 @pytest.mark.parametrize(
     ("dispatch", "devices", "capacity_factor", "kept"),
-    [("sorted", 1, 1e-6, 8), ("exchanged", 2, 0.5, 32), ("sorted", 2, 0.5, 32)],
+    [("sorted", 1, 1e-6, 8), ("exchanged", 2, 0.5, 32), pytest.param("sorted", 2, 0.5, 32, marks=pytest.mark.slow)],
 )
 def test_assignments_beyond_a_buffer_skip_their_experts(dispatch, devices, capacity_factor, kept, monkeypatch):
     _, module, x = build(capacity_factor=capacity_factor, dispatch=Dispatch(dispatch))
@@ -511,7 +505,8 @@ EXPERT_BIAS_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", mark_slow_except(EXPERT_BIAS_LAYOUTS, EXPERT_BIAS_LAYOUTS[:1]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERT_BIAS_LAYOUTS, ids=str)
 def test_biases_of_experts_take_the_same_steps_under_every_layout(layout):
     dispatch, *overrides = layout
     settings = ("model.moe.biases=true", "model.moe.kind=clamped_swiglu", f"model.moe.dispatch={dispatch}")
@@ -612,9 +607,7 @@ def test_estimates_count_the_rows_of_limited_buffers_alone():
 
 
 @pytest.mark.parametrize("dispatch", ["sorted", "exchanged"])
-@pytest.mark.parametrize(
-    ("devices", "capacity_factor", "share"), [(1, 1.25, 1), (4, "null", 0.25), (8, "null", 0.25), (4, 1.25, 0.8)]
-)
+@pytest.mark.parametrize(("devices", "capacity_factor", "share"), [(1, 1.25, 1), (8, "null", 0.25), (4, 1.25, 0.8)])
 def test_programs_say_which_share_of_the_rows_is_used(dispatch, devices, capacity_factor, share):
     settings = (f"model.moe.dispatch={dispatch}", f"model.moe.capacity_factor={capacity_factor}")
     run = small_run("moe_tiny", *settings, f"mesh=1x1x{devices}", "partition=fsdp_ep")
