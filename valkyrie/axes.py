@@ -127,6 +127,15 @@ PARAMETER_GROUPS: dict[str, str] = {
 """Parameter groups for optimizers, with descriptions."""
 
 
+def padding_ratio(shape: Sequence[int], lanes: int) -> float:
+    """Return the ratio of padded to actual size of an activation of shape (batch, seq, ...).
+
+    If several dimensions follow `seq`, as in (batch, seq, heads, head_dim), the last one is padded to a multiple of
+    `lanes`. For other activations, compilers choose a layout without padding.
+    """
+    return -(-shape[-1] // lanes) * lanes / shape[-1] if len(shape) > 3 else 1.0
+
+
 class GatheredRows(NamedTuple):
     """Rows of matrices such as experts, if a device has room for those of the tokens of several devices.
 

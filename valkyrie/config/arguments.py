@@ -40,6 +40,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 
     - Expands abbreviations (`expand_shorthand`).
     - Removes the `+` of `+experiment=` and `+sweep=`, because our defaults list already has both groups.
+    - Adds a `+` to `mode.vary.KEY=`, because the mapping has no keys by default.
     - Makes the folder of `--config-path` absolute. Hydra would take it relative to a source file.
     - Quotes `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=`. Hydra strips the spaces around
       unquoted text and rejects most punctuation. Leaves `null`, values that are already quoted or escaped for Hydra,
@@ -59,6 +60,8 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
             argument = f"{key}={os.path.abspath(value)}"
         elif key in ("+experiment", "+sweep") and sign:
             argument = argument[1:]
+        elif key.startswith("mode.vary.") and sign:
+            argument = f"+{argument}"
         elif key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_hydra_syntax(value, multirun):
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":

@@ -8,16 +8,17 @@ estimated without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from valkyrie.axes import BATCH, SEQ, GatheredRows, Parameter, Size, Tensor
+from valkyrie.axes import BATCH, SEQ, GatheredRows, Parameter, Size, Tensor, padding_ratio
 from valkyrie.extensions import refuse_earlier_names
 from valkyrie.hooks import check_hooks
+from valkyrie.models.alternatives import Alternatives
 from valkyrie.models.dispatch import DispatchWork
 from valkyrie.problems import Problem, ProblemCode
 
@@ -124,15 +125,6 @@ def weight(
         matrices_per_token: See `Parameter`.
     """
     return Weight(dims, group, float32, output_first, matrices_per_token)
-
-
-def padding_ratio(shape: Sequence[int], lanes: int) -> float:
-    """Return the ratio of padded to actual size of an activation of shape (batch, seq, ...).
-
-    If several dimensions follow `seq`, as in (batch, seq, heads, head_dim), the last one is padded to a multiple of
-    `lanes`. For other activations, compilers choose a layout without padding.
-    """
-    return -(-shape[-1] // lanes) * lanes / shape[-1] if len(shape) > 3 else 1.0
 
 
 def saved(
@@ -313,6 +305,10 @@ class Block(ABC):
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
         """Return the work to send tokens along `dispatches` and back, other than collectives."""
         return DispatchWork()
+
+    def alternatives(self, context: BlockContext) -> list[Alternatives]:
+        """Return its settings with several values that compute the same function. A search tries all of them."""
+        return []
 
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that `saves` declares, with the lengths of their axes.

@@ -9,6 +9,7 @@ from enum import Enum
 from functools import partial
 
 from valkyrie.axes import BATCH, EXPERTS, SEQ, GatheredRows, InUse, Size
+from valkyrie.models.alternatives import Alternatives
 from valkyrie.models.block import (
     ActivationSpec,
     Block,
@@ -255,6 +256,14 @@ class MoE(Block):
                 sends_rows=is_exchanged,
             )
         return DispatchWork(mask_elements=self.experts * self.capacity(seq), sends_rows=True)
+
+    def alternatives(self, context: BlockContext) -> list[Alternatives]:
+        """Return the values of `dispatch` that drop the same assignments. `dense` is tried only if it is set."""
+        is_dense = self.dispatch is Dispatch.dense
+        if is_dense and self.capacity_factor is not None:
+            return []
+        values = dict.fromkeys((self.dispatch, Dispatch.sorted, Dispatch.exchanged))
+        return [Alternatives(f"{context.key}.dispatch", tuple(values), None if is_dense else EXPERTS)]
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs, with one row per assignment of a token to an expert.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.config.modes import TRAINING_KEYS, CompilingMode, MeasuringMode, Needs, check_time
-from valkyrie.problems import Problem, check_range
+from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.trees import flatten, override_text
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -24,6 +25,8 @@ class Config(CompilingMode, MeasuringMode):
         search_batch: whether to search the global batch as well (`batch=auto` for short).
         device_batches: values to try for the number of sequences that a device processes at a time, per pipeline stage
             (`device_batch=[2,4]` for short). If empty, the number of microbatches varies, unless the command sets it.
+        vary: values to try for other settings of the model, such as `mode.vary.model.moe.capacity_factor=[1.25,null]`.
+            Settings that compute the same function, such as `model.moe.dispatch`, vary unless the command sets them.
         compiles: maximum number of layouts to compile.
         measure: maximum number of layouts to measure, if the devices are available. Measurements do not use the options
             that `tune` found. The answer includes these options only if the tuned layout is the fastest.
@@ -49,6 +52,7 @@ class Config(CompilingMode, MeasuringMode):
     shapes: bool = False
     search_batch: bool = False
     device_batches: list[int] = field(default_factory=list)
+    vary: dict[str, Any] = field(default_factory=dict)
     compiles: int = 12
     measure: int = 4
     tune: str | None = None
@@ -64,6 +68,11 @@ class Config(CompilingMode, MeasuringMode):
             problems += check_range(f"mode.{key}", getattr(self, key), least=0)
         for count in self.device_batches:
             problems += check_range("mode.device_batches", count, least=1)
+        for key, values in flatten(self.vary).items():
+            if not key.startswith("model.") or not isinstance(values, list) or not values:
+                text = f"mode.vary.{key}={override_text(values)}: must be a list of values of a setting of the model, "
+                text += "such as mode.vary.model.moe.capacity_factor=[1.25,null]."
+                problems.append(Problem(ProblemCode.malformed, f"mode.vary.{key}", values, text))
         return [*problems, *check_time("mode.budget", self.budget), *check_time("mode.tune", self.tune)]
 
     def run(self, run: Run) -> int:

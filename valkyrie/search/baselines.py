@@ -188,5 +188,6 @@ def describe_other_parallelism(ranking: Ranking, compiled_layouts: CompiledLayou
         if compiled is None or compiled.step_s is not None:
             slowdown = f"{_predict(layout, compiled_layouts, best)[2]} times"
             slowdown += "" if texts else f" {as_long} as #1"
-            texts.append(f"{name} {slowdown} (mesh={layout.candidate.mesh} partition={layout.candidate.partition})")
+            mesh, partition = f"mesh={layout.candidate.mesh}", f"partition={layout.candidate.partition}"
+            texts.append(f"{name} {slowdown} ({' '.join((mesh, partition, *layout.candidate.settings))})")
     return [f"Shortest estimates of other kinds: {', '.join(texts)}."] if texts else []

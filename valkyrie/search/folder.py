@@ -39,7 +39,7 @@ def request_digest(request: SearchRequest) -> str:
     """Return a short digest of the slices and settings of a search.
 
     Settings of the mode (`mode.*`, `budget=`, `tokens=`, `budget_usd=`) do not change the digest, except those that
-    change which layouts are searched (`device_batch=`, `batch=auto`).
+    change which layouts are searched (`device_batch=`, `batch=auto`, `mode.vary`).
     """
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
@@ -53,6 +53,7 @@ def request_digest(request: SearchRequest) -> str:
             if request.search_batch or request.mode.device_batches
             else []
         ),
+        *([request.mode.vary] if request.mode.vary else []),
         request.mesh,
         request.partitions,
         request.remats,

@@ -21,7 +21,9 @@ from valkyrie.paths import config_names, read_group
 from valkyrie.problems import raise_problems
 from valkyrie.runs.folder import split_flags, split_override
 from valkyrie.search.estimate.rank import EstimatedLayout
+from valkyrie.search.estimate.settings import ModelSettings, find_settings
 from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts
+from valkyrie.trees import flatten
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
@@ -52,6 +54,7 @@ class SearchRequest:
             determine the microbatches of each layout. Empty to use `microbatches`.
         search_batch: Whether to search the global batch too, instead of using that of the run.
         mesh: The only mesh to try, or None to try all.
+        settings: Settings of the model to try.
         budget_s: Time limit in seconds for all compiles, and separately for starting measurements. None for no limit.
         tokens: Tokens to train on, to compute hours and dollars, or None.
         budget_usd: Dollars to spend, to compute the tokens that they buy, or None.
@@ -65,13 +68,14 @@ class SearchRequest:
     device_batches: tuple[int, ...]
     search_batch: bool
     mesh: MeshConfig | None
+    settings: tuple[ModelSettings, ...]
     budget_s: float | None
     tokens: float | None
     budget_usd: float | None
 
     def space(self) -> LayoutSpace:
-        """Return all legal layouts to search (see `enumerate_layouts`)."""
-        return enumerate_layouts(
+        """Return all legal layouts to search (see `enumerate_layouts`), with all settings of the model to try."""
+        space = enumerate_layouts(
             self.run,
             self.targets,
             self.partitions,
@@ -81,6 +85,8 @@ class SearchRequest:
             self.device_batches,
             self.search_batch,
         )
+        groups = [group.with_settings(settings, self.run) for settings in self.settings for group in space.groups]
+        return replace(space, groups=[group for group in groups if group.meshes])
 
     @property
     def ranks_by_price(self) -> bool:
@@ -187,6 +193,12 @@ def parse_request(run: Run) -> SearchRequest:
     targets = tuple(_requested_slices(run, mode))
     if mesh := config.mesh if "mesh" in keys else None:
         raise_problems([problem for target in targets for problem in target_problems(target, mesh)])
+    vary = flatten(mode.vary)
+    if refused_keys := sorted(keys & vary.keys()):
+        raise ValueError(
+            f"{refused_keys[0]}= cannot be combined with mode.vary.{refused_keys[0]}=, which sets it to each of its "
+            "values. Remove one of the two settings."
+        )
     names_remat = any(key.partition(".")[0] == "remat" for key in keys)
     return SearchRequest(
         run=run,
@@ -197,6 +209,7 @@ def parse_request(run: Run) -> SearchRequest:
         device_batches=tuple(mode.device_batches) or (() if config.device_batch is None else (config.device_batch,)),
         search_batch=mode.search_batch,
         mesh=mesh,
+        settings=tuple(find_settings(run, keys, vary)),
         budget_s=None if mode.budget is None else parse_seconds(mode.budget),
         tokens=mode.tokens,
         budget_usd=mode.budget_usd,

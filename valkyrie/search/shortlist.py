@@ -42,7 +42,10 @@ EQUALLY_FAST_RATIO = 1.01
 
 
 class MeshPartition(NamedTuple):
-    """A layout's chips, mesh and partition with schedule, such as `1 x 64 v4`, `4x4x4` and `fsdp gpipe`."""
+    """A layout's chips, mesh and partition with schedule, such as `1 x 64 v4`, `4x4x4` and `fsdp gpipe`.
+
+    The partition also has the settings of the model that differ from the command (`Candidate.settings`).
+    """
 
     chips: str
     mesh: str
@@ -58,7 +61,8 @@ def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
     not measured are multiplied by the median ratio over all measured layouts.
     """
     candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
-    return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
+    partition = " ".join((candidate.partition, candidate.schedule.value, *candidate.settings))
+    return MeshPartition(chips_text, candidate.mesh, partition)
 
 
 def describe_chips(target: TargetConfig) -> str:

@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ
+from valkyrie.axes import BATCH, LAYERS, SEQ, padding_ratio
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel, layer_blocks
-from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation, padding_ratio
+from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation
 from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules

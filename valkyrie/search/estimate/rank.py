@@ -15,7 +15,7 @@ from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutGroup, LayoutSpace
 from valkyrie.search.estimate.times import EstimatedTimes, StepEstimator
-from valkyrie.search.estimate.work import step_work
+from valkyrie.search.estimate.work import StepWork, step_work
 from valkyrie.train.memory import ExpectedMemory
 
 SEARCHED_BATCH_MEMORY_SHARE = 0.95
@@ -189,8 +189,11 @@ class Ranking:
 
 def rank(run: Run, space: LayoutSpace) -> Ranking:
     """Rank every layout of a space by its estimate for the model, batch and precision of a run."""
-    work, estimates = step_work(run), []
+    work_by_settings, estimates = dict[tuple[str, ...], StepWork](), []
     for group in space.groups:
+        if group.settings.overrides not in work_by_settings:
+            work_by_settings[group.settings.overrides] = step_work(group.settings.apply(run))
+        work = work_by_settings[group.settings.overrides]
         chip = group.target.chip
         assert chip is not None
         efficiency = chip_efficiency(chip)

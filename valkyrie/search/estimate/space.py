@@ -36,6 +36,7 @@ from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, format_alternatives
 from valkyrie.search.estimate.links import axis_links, slice_axis_links
+from valkyrie.search.estimate.settings import ModelSettings
 from valkyrie.train.memory import saved_location
 
 MAX_MICROBATCHES = 128
@@ -62,6 +63,8 @@ class Candidate:
     microbatches: int
     batch: int | None = None
     """Sequences of the global batch if the search varies it, else None."""
+    settings: tuple[str, ...] = ()
+    """Overrides of the model that differ from the command of the search (`ModelSettings`)."""
 
     @property
     def overrides(self) -> list[str]:
@@ -81,7 +84,7 @@ class Candidate:
             overrides.append(f"batch={self.batch}")
         if self.microbatches > 1:
             overrides.append(f"microbatches={self.microbatches}")
-        return overrides
+        return [*overrides, *self.settings]
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class LayoutGroup:
         axis_class_count: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the
             partition). Breaks ties in the ranking; fewer is simpler.
         meshes: Mesh of each layout, with its placement.
+        settings: Settings of the model.
     """
 
     target: TargetConfig
@@ -102,6 +106,13 @@ class LayoutGroup:
     remats: Sequence[RematConfig]
     axis_class_count: int
     meshes: list[MeshConfig]
+    settings: ModelSettings = ModelSettings()
+
+    def with_settings(self, settings: ModelSettings, run: Run) -> LayoutGroup:
+        """Return the layouts in which other settings of the model matter, with these settings. May be empty."""
+        indices = settings.select(self.candidates)
+        candidates = replace(self.candidates.take(indices), arrays=settings.apply(run).arrays)
+        return replace(self, candidates=candidates, meshes=[self.meshes[i] for i in indices], settings=settings)
 
     def batch(self, index: int) -> int | None:
         """Return the sequences of the global batch of layout `index`, or None if the search does not vary it."""
@@ -123,11 +134,12 @@ class LayoutGroup:
             remat=remat.name,
             microbatches=int(self.candidates.microbatches[index]),
             batch=self.batch(index),
+            settings=self.settings.overrides,
         )
 
     def run(self, index: int, remat: RematConfig, run: Run) -> Run:
         """Return a run with layout `index` of the group, and all other settings of `run`."""
-        return run.changed(
+        return self.settings.apply(run).changed(
             target=self.target,
             batch=self.batch(index) or run.config.batch,
             device_batch=None,

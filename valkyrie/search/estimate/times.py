@@ -16,10 +16,10 @@ from functools import cached_property
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ
+from valkyrie.axes import BATCH, LAYERS, SEQ, padding_ratio
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.models.block import SavedActivation, padding_ratio
+from valkyrie.models.block import SavedActivation
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.dispatch import gathered_token_bytes, row_seconds
