@@ -54,6 +54,11 @@ Tested on the compiled layouts of experiments/search, where each layout corrects
 policy: 1.1 excludes 326 of 350 layouts that do not fit and 29 of 1,930 that do; 1.25 excludes 297 and 15.
 """
 
+UNLIKELY = (
+    f"no other layout has a chance of {percent_text(MIN_CHANCE)} or more to be {percent_text(EQUAL_RATIO - 1)} faster"
+)
+"""Reason to stop if layouts are left."""
+
 
 @dataclass(frozen=True)
 class CompiledLayout:
@@ -222,13 +227,12 @@ def compile_best(
             the median seconds of the compiles so far, or 0 before the first.
         find_batches: Returns the best layout with each searched batch.
     """
-    layouts = [*shortlist.fitting, *shortlist.may_fit]
+    layouts = (*shortlist.fitting, *shortlist.may_fit)
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
     stage_start, durations_s = time.monotonic(), list[float]()
 
     def left_s(factor: float = 1.0) -> float:
-        budget_s = math.inf if request.budget_s is None else request.budget_s
-        return factor * budget_s - (time.monotonic() - stage_start)
+        return factor * (request.budget_s or math.inf) - (time.monotonic() - stage_start)
 
     def exceeds_budget(more_s: float) -> bool:
         return more_s > left_s(compiled_layouts.budget_factor)
@@ -240,12 +244,10 @@ def compile_best(
 
     while True:
         possible = compiled_layouts.exclude_ruled_out(pending_layouts)
-        batch_rival = _find_batch_rival(request, compiled_layouts, find_batches)
-        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s(), batch_rival)
+        rival = _find_batch_rival(request, compiled_layouts, find_batches)
+        layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s(), rival)
         if layout is None:
-            chance, gain = percent_text(MIN_CHANCE), percent_text(EQUAL_RATIO - 1)
-            unlikely = f"no other layout has a chance of {chance} or more to be {gain} faster"
-            compiled_layouts.stop_reason = unlikely if possible else "every layout that may fit was compiled"
+            compiled_layouts.stop_reason = UNLIKELY if possible else "every layout that may fit was compiled"
         elif exceeds_budget(median(durations_s or [0.0])):
             compiled_layouts.stop_reason = f"another compile would exceed {_describe_budget(request, compiled_layouts)}"
         elif len(compiled_layouts.layouts) >= max_compiles:
