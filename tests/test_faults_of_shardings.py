@@ -23,19 +23,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
 from helpers import mark_slow_except
-from machines import needs_libtpu
+from machines import make_machine, make_topology, needs_libtpu
 from sound_programs import SOUND_PROGRAMS, Program
-from valkyrie.compiled.collectives import collective_uses, find_cause
+from valkyrie.compiled.collectives import Collective, find_cause
 from valkyrie.compiled.flops import model_flops
-from valkyrie.compiled.hlo import parse_module
+from valkyrie.compiled.hlo import Instruction, parse_module
 from valkyrie.compiled.shards import match_shard
 from valkyrie.compiled.whole import AxisPart, UnpartitionedProgram, parse_sharding
-from valkyrie.machine.replay import OpTotals, Replay
+from valkyrie.machine.network import CollectiveCost, LinkModel
+from valkyrie.machine.operations import OpCost, OpCostModel
+from valkyrie.machine.replay import CostModels, OpTotals, ReducedNetwork, Replay, replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.fault_texts import MAX_LINES, constraint_remedy, describe_replication, join_lines
-from valkyrie.search.compile.faults import find_faults
+from valkyrie.search.compile.faults import _has_whole_batch, find_faults
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.padding import _product_widths, find_padding
 from valkyrie.search.compile.partitioned import PartitionedProgram
@@ -420,11 +422,27 @@ def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
     return program[0], *program[1]
 
 
+class FreeOperations(OpCostModel):
+    def cost(self, instruction: Instruction) -> OpCost:
+        return OpCost(PartKind.compute, 0.0)
+
+
+class SlowNetwork(LinkModel):
+    def cost(self, collective: Collective) -> CollectiveCost:
+        return CollectiveCost(total_s=1.0)
+
+
 def with_waits(program: PartitionedProgram) -> PartitionedProgram:
     """Return the program with a fake replay, in which the step waits 1 s for each collective and does nothing else."""
     assert program.module is not None
-    uses = [replace(use, exposed_s=1.0) for use in collective_uses(program.module, dict(program.mesh_axes))]
-    return replace(program, replay=Replay(float(len(uses)), [], 0.0, 0.0, uses, [], [], []))
+    module, machine = program.module, make_machine("v5e", make_topology((2, 4)), dict(program.mesh_axes))
+
+    def replay_reduced(share: Callable[[Collective], float]) -> Replay:
+        return replay(
+            module, machine, CostModels(FreeOperations, lambda *args: ReducedNetwork(SlowNetwork(*args), share))
+        )
+
+    return replace(program, replay=replay_reduced(lambda _: 1.0), replay_reduced=replay_reduced)
 
 
 def classifier_gradient(mesh: Mesh, w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -483,11 +501,36 @@ def test_gathers_without_a_line_are_not_counted_for_a_constraint_on_an_argument(
 
     arguments = struct(mesh, (EMBED, MLP), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
     program = with_waits(compile_program(mesh, jax.jit(step), arguments))
-    fault, replay = faults_by_code(program)[FaultCode.whole_batch], program.replay
-    assert replay is not None and fault.seconds
-    weights = replace(next(use for use in replay.collectives if use.kind == "all-gather"), source="")
-    program = replace(program, replay=replace(replay, collectives=[*replay.collectives, weights]))
-    assert faults_by_code(program)[FaultCode.whole_batch].seconds == fault.seconds
+    shares = []
+
+    def replay_reduced(share: Callable[[Collective], float]) -> Replay:
+        shares.append(share)
+        assert program.replay_reduced is not None
+        return program.replay_reduced(share)
+
+    fault = faults_by_code(replace(program, replay_reduced=replay_reduced))[FaultCode.whole_batch]
+    assert program.replay is not None and fault.seconds == program.replay.step_s
+    (share,) = shares
+    assert share(Collective("all-gather", ("data",), "", "", 1.0)) == 1
+    assert share(Collective("all-gather", ("data",), "", fault.source, 1.0)) == 0
+
+
+def test_only_collectives_that_send_the_whole_batch_count_for_it() -> None:
+    mesh = cpu_mesh(data=4, model=2)
+    jitted, arguments = constrained_model(mesh, PartitionSpec())
+    unpartitioned = UnpartitionedProgram.from_lowered(jitted.lower(*arguments))
+    program = PartitionedProgram(unpartitioned, None, dict(mesh.shape), None, MemoryReport())
+    product = program.unpartitioned_products[1].instruction
+    (dimension,) = unpartitioned.batch_dimensions(product).values()
+    assert "h @ w[1]" in line_of(product.source)
+    for dims, is_whole in (
+        ((BATCH, SEQ, EMBED), True),
+        ((BATCH * SEQ, EMBED // 2), True),
+        ((BATCH // 4, SEQ, EMBED), False),
+        ((MLP, EMBED), False),
+    ):
+        collective = Collective("all-reduce", ("model",), product.op_name, product.source, 1.0, dims=dims)
+        assert _has_whole_batch(program, dimension, collective) == is_whole, dims
 
 
 def test_gathers_without_a_line_are_not_taken_for_those_of_a_batch() -> None:
@@ -547,3 +590,8 @@ def test_collectives_that_send_too_much_are_found(
     lines, first = inspect.getsourcelines(step)
     assert file == __file__ and int(line) in range(first, first + len(lines))
     assert "with_sharding_constraint" in linecache.getline(file, int(line))
+    if code is FaultCode.gathered_batch:  # the next operation reads the whole batch
+        assert program.module is not None and program.module.entry.root is not None and program.replay is not None
+        reading = OpTotals(PartKind.memory, (), *find_cause(program.module.entry.root), 1.0, 8.0)
+        program = replace(program, replay=replace(program.replay, costs=[reading]))
+        assert faults_by_code(program)[code].seconds == pytest.approx(fault.seconds + 7.0)

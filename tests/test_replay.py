@@ -24,9 +24,9 @@ from valkyrie.compiled.hlo import Instruction, Module, parse_module
 from valkyrie.hardware.position import Position
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import LinkSimulator, Transfer
-from valkyrie.machine.network import LinkModel
+from valkyrie.machine.network import LinkModel, Machine
 from valkyrie.machine.operations import OpCost, OpCostModel
-from valkyrie.machine.replay import CostModels, Replay, replay
+from valkyrie.machine.replay import CostModels, ReducedNetwork, Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.processes.child import module_command
 from valkyrie.records import write_record
@@ -142,6 +142,25 @@ def test_collectives_on_the_same_links_share_them(groups, slower):
     result = replay_on_v4(module)
     assert result.step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
     assert result.sending_s == pytest.approx(result.step_s), "two at once are not twice the time"
+
+
+@pytest.mark.parametrize(("groups", "slower"), [(X_GROUPS, 2), (Y_GROUPS, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_collective_is_faster_if_one_on_the_same_links_sends_less(groups: str, slower: int, share: float):
+    module = program(
+        f"  s = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=1, {X_GROUPS}, dimensions={{0}}\n"
+        f"  t = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=2, {groups}, dimensions={{0}}, "
+        'metadata={op_name="reduced"}\n  d = f32[4096,1024] all-gather-done(s)\n'
+        "  f = f32[4096,1024] all-gather-done(t)\n  ROOT r = (f32[4096,1024], f32[4096,1024]) tuple(d, f)\n"
+    )
+
+    def build_network(machine: Machine, mask: np.ndarray | None) -> ReducedNetwork:
+        return ReducedNetwork(LinkModel(machine, mask), lambda c: share if c.op_name == "reduced" else 1.0)
+
+    machine = make_machine("v4", make_topology((4, 4, 4)))
+    result = replay(module, machine, CostModels(OpCostModel, build_network))
+    latency = assumptions.COLLECTIVE_START_S + 2e-6
+    assert result.step_s == pytest.approx(latency + (1 + share * (slower - 1)) * (gather_seconds() - latency))
 
 
 def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():

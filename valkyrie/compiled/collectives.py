@@ -105,6 +105,7 @@ class Collective:
         pairs: (source, target) indices [pairs, 2] of a permute, or None for other collectives.
         slices: Number of slices for a collective between slices, else None.
         config: Backend configuration, which may name the compiler's algorithm; empty if `groups` is None.
+        dims: Dimensions of the largest array that one device sends or receives. () for collectives between slices.
     """
 
     kind: str
@@ -117,6 +118,7 @@ class Collective:
     pairs: np.ndarray | None = None
     slices: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    dims: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -209,16 +211,18 @@ class CollectiveReader:
         operand_bytes = float(sum(o.shape.bytes for o in operands if o.shape.element_count != 1 or len(o.shape.dims)))
         operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in operands))
         operand_bytes *= float(instruction.attributes.get(ROUTED_SHARE, 1))
+        shapes = [leaf for array in (*operands, instruction) for leaf in array.shape.leaves]
+        dims = max(shapes, key=lambda shape: shape.element_count).dims
         op_name, source = find_cause(instruction)
         if caller is not None and not op_name:
             op_name, source = find_cause(caller)
         if kind == "collective-permute":
             pairs = permute_pairs(instruction)
-            bytes_sent = operand_bytes if len(pairs) else 0.0
-            return Collective(kind, self._varying_axes(pairs), op_name, source, bytes_sent, operand_bytes, pairs=pairs)
+            axes, bytes_sent = self._varying_axes(pairs), operand_bytes if len(pairs) else 0.0
+            return Collective(kind, axes, op_name, source, bytes_sent, operand_bytes, pairs=pairs, dims=dims)
         group_arrays = [g for g in replica_groups(instruction, self._module.num_partitions) if g.shape[1] > 1]
         if not group_arrays:
-            return Collective(kind, (), op_name, source, 0.0)
+            return Collective(kind, (), op_name, source, 0.0, dims=dims)
         groups = max(group_arrays, key=lambda g: g.shape[1])
         full_bytes = operand_bytes * groups.shape[1] if kind == "all-gather" else operand_bytes
         bytes_sent = min_bytes_sent(kind, full_bytes, groups.shape[1])
@@ -226,7 +230,7 @@ class CollectiveReader:
         config = instruction.backend_config
         if FUSED_CONFIG_KEY in config:
             config = self._algorithm_configs().get((kind, groups.tobytes()), config)
-        return Collective(kind, axes, op_name, source, bytes_sent, full_bytes, groups=groups, config=config)
+        return Collective(kind, axes, op_name, source, bytes_sent, full_bytes, groups, config=config, dims=dims)
 
     def _algorithm_configs(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
         """Return the backend configurations that name an algorithm, by kind of collective and replica groups.

@@ -61,6 +61,16 @@ class CollectiveCost:
     bytes_sent: float = 0.0
     bytes_by_axis: dict[str, float] = field(default_factory=dict)
 
+    def reduced(self, share: float) -> CollectiveCost:
+        """Return the cost of a collective that sends only this share of the bytes. 0 removes the latency as well."""
+        if not share:
+            return CollectiveCost()
+        total_s = self.latency_s + share * (self.total_s - self.latency_s)
+        busy_s, bytes_by_axis = (
+            {name: share * value for name, value in values.items()} for values in (self.busy_s, self.bytes_by_axis)
+        )
+        return CollectiveCost(total_s, self.latency_s, busy_s, share * self.bytes_sent, bytes_by_axis)
+
 
 @dataclass(frozen=True)
 class _Algorithm:

@@ -134,6 +134,19 @@ class NetworkModel(Protocol):
         ...
 
 
+class ReducedNetwork:
+    """A network model for which collectives send only a share of their bytes, from 0 to 1."""
+
+    def __init__(self, network: NetworkModel, share: Callable[[Collective], float]) -> None:
+        self.notes = network.notes
+        self._network, self._share = network, share
+
+    def cost(self, collective: Collective) -> CollectiveCost:
+        """Return the cost of one run of the reduced collective."""
+        cost, share = self._network.cost(collective), self._share(collective)
+        return cost if share == 1 else cost.reduced(share)
+
+
 class CostModels(NamedTuple):
     """Builds the cost models of a kind of chip: operations of a chip, and the network of a machine.
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from valkyrie.axes import axes_text
-from valkyrie.compiled.collectives import CollectiveReader, collective_kind, find_cause
+from valkyrie.compiled.collectives import Collective, CollectiveReader, collective_kind, find_cause
 from valkyrie.compiled.flops import MatrixProduct
 from valkyrie.compiled.hbm import map_users
 from valkyrie.compiled.hlo import Instruction, Shape
-from valkyrie.compiled.shards import UnsplitDimensions, match_product
+from valkyrie.compiled.shards import UnsplitDimensions, match_product, match_shard
 from valkyrie.compiled.whole import BatchDimension
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.fault import Fault, FaultCode
@@ -28,7 +28,7 @@ from valkyrie.search.compile.fault_texts import (
     list_lines,
 )
 from valkyrie.search.compile.padding import LANES, find_padding
-from valkyrie.search.compile.partitioned import Origin, PartitionedProgram, find_origin
+from valkyrie.search.compile.partitioned import Origin, PartitionedProgram, find_origin, make_origin
 from valkyrie.search.compile.prediction import short_cause
 from valkyrie.search.compile.repeated import find_repeated_compute, repeated_seconds
 from valkyrie.units import decimal_bytes_text, duration_text, gib_text, percent_text
@@ -106,10 +106,10 @@ def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[s
     for dimension, flops in whole_flops.items():
         sources = {source for source, count in flops.items() if count >= MIN_WHOLE_BATCH_SHARE * total_flops[source]}
         replicated = {source for source in sources if program.unpartitioned.find_replications(dimension, [source])}
-        for group in (replicated, sources - replicated):
+        for group in filter(None, (replicated, sources - replicated)):
             constraints = program.unpartitioned.find_replications(dimension, group)
             seconds = _whole_batch_seconds(program, dimension, group, constraints)
-            if group and seconds >= MIN_SHARE * program.step_s:
+            if seconds >= MIN_SHARE * program.step_s:
                 products = {p for p in matched_products[dimension] if find_origin(p).source in group}
                 faults.append(_whole_batch_fault(program, dimension, group, products, constraints, seconds))
                 lines |= group
@@ -136,16 +136,34 @@ def _whole_batch_seconds(
 ) -> float:
     """Estimate the seconds that splitting a batch at these source lines would save.
 
-    Includes the all-gathers for sharding constraints that replicate the batch.
+    No device would send anything over the batch's mesh axes for these lines, or for sharding constraints that replicate
+    the batch. Over other axes, it would send only its part of the batch.
     """
-    saved_share = 1 - 1 / program.count_parts(dimension.mesh_axes)
-    wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
-    other_wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=[*program.mesh_axes]) - wait_s
-    smaller_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) + other_wait_s
+    part = 1 / program.count_parts(dimension.mesh_axes)
     gather_lines = {i.source for constraint in constraints for i in (constraint, constraint.operands[0])}
-    gather_lines -= {*lines, ""}  # program arguments have no line
-    wait_s += _sum_collectives(program, "all-gather", gather_lines).exposed_s
-    return wait_s + smaller_s * saved_share + repeated_seconds(program, lines)
+    gather_lines -= {""}  # program arguments have no line
+
+    def share(collective: Collective) -> float:
+        if collective.kind == "all-gather" and collective.source in gather_lines:
+            return 0.0
+        if collective.source not in lines:
+            return 1.0
+        if set(collective.mesh_axes) & set(dimension.mesh_axes):
+            return 0.0
+        return part if _has_whole_batch(program, dimension, collective) else 1.0
+
+    smaller_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) * (1 - part)
+    return program.saved_seconds(share) + smaller_s + repeated_seconds(program, lines)
+
+
+def _has_whole_batch(program: PartitionedProgram, dimension: BatchDimension, collective: Collective) -> bool:
+    """Return whether each device sends or receives an array with the whole batch in a collective."""
+    for instruction in program.unpartitioned_by_origin.get(make_origin(collective.op_name, collective.source), ()):
+        for array in (instruction, *instruction.operands):
+            positions = program.unpartitioned.find_positions(array, dimension)
+            if positions and {*positions} <= (match_shard(collective.dims, array.shape.dims) or set()):
+                return True
+    return False
 
 
 def _whole_batch_fault(
@@ -158,7 +176,7 @@ def _whole_batch_fault(
 ) -> Fault:
     first = next(p.instruction for p in program.unpartitioned_products if p.instruction in matched_products)
     consequence = (
-        f"each device computes the whole batch of {dimension.size:,}. {_describe_ratio(program)} This costs about "
+        f"each device computes the whole batch of {dimension.size:,}{_describe_ratio(program)} This costs about "
         f"{duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
     split = f"The batch is split over {format_axes(program, dimension.mesh_axes)} in {dimension.argument}"
@@ -190,8 +208,8 @@ def _describe_ratio(program: PartitionedProgram) -> str:
     local_flops = sum(product.flops for product in program.local_products)
     ratio = program.device_count * local_flops / whole_flops if whole_flops else 1.0
     if ratio < 1.05:
-        return "No product is repeated, because the weights are split instead, and partial results are sent."
-    return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
+        return " with its part of the weights. No product is computed twice, but the devices exchange activations."
+    return f". The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
 
 
 def _find_unused_axes(program: PartitionedProgram) -> Iterator[Fault]:
@@ -240,24 +258,32 @@ def _find_replicated_state(program: PartitionedProgram) -> Iterator[Fault]:
 
 
 class _CollectiveCost(NamedTuple):
-    """Bytes that a device sends in a group of collectives per step, and the seconds that it waits for them.
+    """Bytes that a device sends in a group of collectives per step.
 
-    `source` is the source line with the longest wait, or empty if the group is empty.
+    `superfluous_bytes` are the part that it need not send, and `saved_s` the seconds that this would save. `source` is
+    the source line with the longest wait, or empty if the group is empty.
     """
 
     bytes: float
-    exposed_s: float
+    superfluous_bytes: float
+    saved_s: float
     source: str
 
 
-def _sum_collectives(program: PartitionedProgram, kind: str, lines: set[str]) -> _CollectiveCost:
+def _sum_collectives(
+    program: PartitionedProgram, kind: str, lines: set[str], necessary_share: float = 0.0
+) -> _CollectiveCost:
+    """Sum the collectives of a kind from these source lines, of which a share of the bytes is necessary."""
     uses = [use for use in (program.replay.collectives if program.replay else ()) if use.kind == kind]
     uses = [use for use in uses if use.source in lines]
+    if not uses:
+        return _CollectiveCost(0.0, 0.0, 0.0, "")
     waits: Counter[str] = Counter()
     for use in uses:
         waits[use.source] += use.exposed_s  # pyright: ignore[reportArgumentType]  # a counter of seconds
-    source = waits.most_common(1)[0][0] if waits else ""
-    return _CollectiveCost(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
+    sent = sum(use.bytes_sent for use in uses)
+    saved_s = program.saved_seconds(lambda c: necessary_share if c.kind == kind and c.source in lines else 1.0)
+    return _CollectiveCost(sent, (1 - necessary_share) * sent, saved_s, waits.most_common(1)[0][0])
 
 
 def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Iterator[Fault]:
@@ -272,6 +298,7 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
     reader = CollectiveReader(program.module, dict(program.mesh_axes))
     batch_dims_by_line, other_dims_by_line = _dims_by_line(program)
     gather_lines: dict[BatchDimension, set[str]] = defaultdict(set)
+    gather_readers: dict[BatchDimension, set[tuple[str, str]]] = defaultdict(set)
     float32_gathers, partly_used_all_reduces = set[str](), set[str]()
     for computation in program.module.computations:
         users = map_users(computation)
@@ -283,15 +310,22 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
                 dimension = batch_dims_by_line[source].get(dims)
                 if source and dimension is not None and dims not in other_dims_by_line[source]:
                     gather_lines[dimension].add(source)
+                    gather_readers[dimension] |= {
+                        find_cause(reader)
+                        for reader, share in _list_readers(instruction, users)
+                        if share == 1 and reader.opcode != "tuple"
+                    }
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)
             elif instruction.opcode == "all-reduce" and not instruction.shape.tuple_shapes:
                 groups = reader.read(instruction).groups
                 members = 1 if groups is None else groups.shape[1]
-                if members > 1 and _used_share(instruction, users) * members <= 1.01:
+                used_share = max((share for _, share in _list_readers(instruction, users)), default=1.0)
+                if members > 1 and used_share * members <= 1.01:
                     partly_used_all_reduces.add(source)
     for dimension, lines in gather_lines.items() if not whole_lines else ():
         cost = _sum_collectives(program, "all-gather", lines)
+        cost = cost._replace(saved_s=cost.saved_s + _reading_seconds(program, dimension, gather_readers[dimension]))
         text = f"The batch is split over {format_axes(program, dimension.mesh_axes)} in {dimension.argument}, but "
         remedy = "Constrain the gathered array to the sharding of the batch: jax.lax.with_sharding_constraint(...)."
         if constraints := program.unpartitioned.find_replications(dimension, lines):
@@ -299,8 +333,8 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
             remedy = constraint_remedy(program, dimension, constraints)
             cost = cost._replace(source=constraints[0].source)
         text += f"every device gathers it in {list_lines(program, lines)}. {decimal_bytes_text(cost.bytes)} are sent"
-        yield from _collective_fault(program, FaultCode.gathered_batch, cost, 1.0, text, remedy, dimension.mesh_axes)
-    cost = _sum_collectives(program, "all-gather", float32_gathers)
+        yield from _collective_fault(program, FaultCode.gathered_batch, cost, text, remedy, dimension.mesh_axes)
+    cost = _sum_collectives(program, "all-gather", float32_gathers, 0.5)
     text = (
         f"Arrays are gathered in float32 and then converted to bfloat16 in {list_lines(program, float32_gathers)}. "
         f"{decimal_bytes_text(cost.bytes)} are sent, and half would do"
@@ -308,31 +342,42 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
     remedy = (
         "Convert the weights to bfloat16 before their use, and constrain the result to the sharding of the weights."
     )
-    yield from _collective_fault(program, FaultCode.float32_gather, cost, 0.5, text, remedy)
+    yield from _collective_fault(program, FaultCode.float32_gather, cost, text, remedy)
     partly_used_all_reduces -= whole_lines
-    cost = _sum_collectives(program, "all-reduce", partly_used_all_reduces)
+    cost = _sum_collectives(program, "all-reduce", partly_used_all_reduces, 0.5)
     text = (
         f"All-reduces in {list_lines(program, partly_used_all_reduces)} send {decimal_bytes_text(cost.bytes)}, but "
         "each device uses only its part of the sum. Reduce-scatters would send half"
     )
     remedy = "Constrain the sum to the sharding that the next operation needs: jax.lax.with_sharding_constraint(...)."
-    yield from _collective_fault(program, FaultCode.all_reduce, cost, 0.5, text, remedy)
+    yield from _collective_fault(program, FaultCode.all_reduce, cost, text, remedy)
 
 
 def _collective_fault(
     program: PartitionedProgram,
     code: FaultCode,
     cost: _CollectiveCost,
-    share: float,
     text: str,
     remedy: str,
     mesh_axes: tuple[str, ...] = (),
 ) -> Iterator[Fault]:
-    """Yield a fault about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
-    seconds = share * cost.exposed_s
-    if program.step_s and seconds >= MIN_SHARE * program.step_s:
-        text += f". This costs about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
-        yield Fault(code, text, remedy, cost.source, mesh_axes, seconds, share * cost.bytes)
+    """Yield a fault about collectives if it costs enough."""
+    if program.step_s and cost.saved_s >= MIN_SHARE * program.step_s:
+        text += f". This costs about {duration_text(cost.saved_s)} of the {duration_text(program.step_s)} step."
+        yield Fault(code, text, remedy, cost.source, mesh_axes, cost.saved_s, cost.superfluous_bytes)
+
+
+def _reading_seconds(program: PartitionedProgram, dimension: BatchDimension, causes: set[tuple[str, str]]) -> float:
+    """Estimate the seconds that operations with these causes would save if they read a part of a batch, not all of it.
+
+    A cause is an `op_name` and a source line.
+    """
+    seconds = sum(
+        cost.seconds
+        for cost in (program.replay.costs if program.replay else ())
+        if cost.kind in (PartKind.memory, PartKind.compute) and (cost.op_name, cost.source) in causes
+    )
+    return seconds * (1 - 1 / program.count_parts(dimension.mesh_axes))
 
 
 def _sorted_dims(array: Shape) -> tuple[int, ...]:
@@ -378,18 +423,20 @@ def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence
     return bool(are_conversions) and all(are_conversions)
 
 
-def _used_share(all_reduce: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> float:
-    """Return the share of an all-reduce's result that its users read: the largest over the users, or 1 if unknown."""
-    shares, queue = [], list(users.get(all_reduce, ()))
+def _list_readers(
+    array: Instruction, users: Mapping[Instruction, Sequence[Instruction]]
+) -> list[tuple[Instruction, float]]:
+    """Return the operations that read the result of a collective, and the share of it that each reads, 1 if unknown."""
+    readers, queue, size = [], list(users.get(array, ())), array.shape.leaves[-1].element_count
     while queue:
         user = queue.pop()
-        if user.opcode in _PASS_THROUGH:
+        if user.opcode in (*_PASS_THROUGH, "all-gather-done"):
             queue += users.get(user, ())
             continue
         executed = user.called_computations[0].instructions if user.opcode == "fusion" else [user]
         is_slicing = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.tuple_shapes
-        shares.append(user.shape.element_count / all_reduce.shape.element_count if is_slicing else 1.0)
-    return max(shares, default=1.0)
+        readers.append((user, user.shape.element_count / size if is_slicing else 1.0))
+    return readers
 
 
 def _find_padding(program: PartitionedProgram) -> Iterator[Fault]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from valkyrie.compiled.collectives import find_cause
+from valkyrie.compiled.collectives import Collective, find_cause
 from valkyrie.compiled.flops import MatrixProduct, list_products
 from valkyrie.compiled.hlo import Instruction, Module
 from valkyrie.compiled.whole import UnpartitionedProgram
@@ -30,7 +30,11 @@ class Origin(NamedTuple):
 
 def find_origin(instruction: Instruction) -> Origin:
     """Return the source line and name of the JAX operation that an instruction comes from."""
-    op_name, source = find_cause(instruction)
+    return make_origin(*find_cause(instruction))
+
+
+def make_origin(op_name: str, source: str) -> Origin:
+    """Return the source line and name of the JAX operation with this `op_name`."""
     return Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
@@ -44,6 +48,8 @@ class PartitionedProgram:
         mesh_axes: Names and sizes of the mesh's axes.
         replay: Replay of the compiled program, or None if it was not replayed.
         memory: Memory of one device.
+        replay_reduced: Replays the program with smaller collectives, without the correction of `replay`. Its argument
+            returns the share of its bytes that a collective sends. None without a `replay`.
     """
 
     unpartitioned: UnpartitionedProgram
@@ -51,6 +57,7 @@ class PartitionedProgram:
     mesh_axes: Mapping[str, int]
     replay: Replay | None
     memory: MemoryReport
+    replay_reduced: Callable[[Callable[[Collective], float]], Replay] | None = None
 
     @property
     def step_s(self) -> float:
@@ -65,6 +72,14 @@ class PartitionedProgram:
     def count_parts(self, mesh_axes: Iterable[str]) -> int:
         """Return the number of parts into which mesh axes split a dimension."""
         return math.prod(self.mesh_axes.get(axis, 1) for axis in mesh_axes)
+
+    @cached_property
+    def unpartitioned_by_origin(self) -> dict[Origin, list[Instruction]]:
+        """Instructions of the program before partitioning, by the JAX operation that they come from."""
+        by_origin: dict[Origin, list[Instruction]] = defaultdict(list)
+        for instruction in self.unpartitioned.module.instructions.values():
+            by_origin[find_origin(instruction)].append(instruction)
+        return by_origin
 
     @cached_property
     def unpartitioned_products(self) -> list[MatrixProduct]:
@@ -90,6 +105,15 @@ class PartitionedProgram:
             for line, flops in local_flops.items()
             if whole_flops.get(line)
         }
+
+    def saved_seconds(self, share: Callable[[Collective], float]) -> float:
+        """Return the seconds by which a step would be faster if collectives sent only a share of their bytes.
+
+        Includes the time that other collectives gain because they share fewer links. Returns 0 without a replay.
+        """
+        if self.replay is None or self.replay_reduced is None:
+            return 0.0
+        return max(self.step_s - self.replay.correction * self.replay_reduced(share).step_s, 0.0)
 
     def sum_seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
         """Sum the seconds per step of operations of these kinds from these source lines.

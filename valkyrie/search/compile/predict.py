@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.flops import model_flops
@@ -309,12 +310,13 @@ def predict_module(
     assert target.chip is not None
     if unpartitioned is not None:
         unpartitioned.skip_helpers(module)
-    replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
+    replay_module = partial(replay_on, target, module, dict(axes), positions)
+    replay = correct_replay(replay_module(), target)
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
     else:
         report = _memory_report(target, memory)
-    partitioned = unpartitioned and PartitionedProgram(unpartitioned, module, axes, replay, report)
+    partitioned = unpartitioned and PartitionedProgram(unpartitioned, module, axes, replay, report, replay_module)
     faults = () if partitioned is None else find_faults(partitioned)
     if isinstance(memory, CompileOutcome):
         prediction = Prediction(None, memory.status, memory.reason, package_versions(), program=program, memory=report)

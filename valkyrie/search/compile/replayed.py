@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from valkyrie.checksums import digest
-from valkyrie.compiled.collectives import CollectiveUse, collective_uses
+from valkyrie.compiled.collectives import Collective, CollectiveUse, collective_uses
 from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
@@ -16,7 +16,7 @@ from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.machine.gpu_network import NcclModel
 from valkyrie.machine.gpu_operations import GpuOpCostModel
 from valkyrie.machine.network import Machine
-from valkyrie.machine.replay import TPU_MODELS, CostModels, Replay, replay
+from valkyrie.machine.replay import TPU_MODELS, CostModels, ReducedNetwork, Replay, replay
 from valkyrie.paths import source_digest, write_atomic
 from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
@@ -80,17 +80,30 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
     )
 
 
-def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
+def replay_on(
+    target: TargetConfig,
+    module: Module,
+    axes: dict[str, int],
+    positions: Sequence[Position],
+    share: Callable[[Collective], float] | None = None,
+) -> Replay:
     """Replay a scheduled module on a slice.
 
     Raises ValueError if the module is for another number of devices, or if the chip lacks a value that the replay
     needs, such as `ici_link_gbs`.
 
-    `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, in the order of
-    `mesh.devices.flat`.
+    Args:
+        target: The slice.
+        module: The module of one device.
+        axes: Names and sizes of the mesh's axes, in order.
+        positions: Positions of the mesh's devices, in the order of `mesh.devices.flat`.
+        share: Returns the share of its bytes that a collective sends, or None if all send all of them.
     """
     assert target.chip is not None
     models = REPLAY_MODELS.get(get_platform(target.platform).replay, TPU_MODELS)
+    if share is not None:
+        build_network, reduced = models.network, share
+        models = models._replace(network=lambda *args: ReducedNetwork(build_network(*args), reduced))
     machine = Machine(target.chip, build_topology(target), tuple(positions), axes, target.routing_imbalance)
     return replay(module, machine, models)
 
