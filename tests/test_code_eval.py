@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runs import ONE_DEVICE_ARGUMENTS, copy_run, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
+from runs import ONE_DEVICE_ARGUMENTS, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
+from test_folder import make_run
 from valkyrie.code_eval import config as config_module
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
@@ -350,8 +351,7 @@ def test_a_sandbox_failure_does_not_end_a_training(
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train("mode=code_eval", f"runs={tmp_path}") == 2
     assert "resume=latest: no run in" in capfd.readouterr().err
-    folder = copy_run(trained_run(), tmp_path)
-    capfd.readouterr()
+    folder = make_run(tmp_path, "run")
     assert run_train("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
     assert "code_eval.problems=none.jsonl:" in capfd.readouterr().err
     assert not (folder / "code_eval.json").exists()

@@ -90,6 +90,11 @@ def test_a_users_block_streams_the_logits_of_training(run):
     np.testing.assert_allclose(np.stack(logits, 1), expected, rtol=1e-4, atol=2e-5)
 
 
+def test_a_users_block_trains(folder):
+    assert "step 1/1" in train(folder, "name=trained", "steps=1", "sample_tokens=0", "mesh=2x2x1", "partition=mine")
+
+
+@pytest.mark.slow
 def test_a_users_block_trains_resumes_and_generates_text(folder):
     first = train(folder, "name=own", "steps=2", "sample_tokens=0", "mesh=2x2x1", "partition=mine")
     assert "step 2/2" in first

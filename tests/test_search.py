@@ -101,6 +101,8 @@ from valkyrie.train.options import TO_FIT, USER, Option
 from valkyrie.units import duration_text, memory_text, number_text, percent_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
+SPACE_FIELDS = ("targets", "partitions", "remats", "microbatches", "mesh", "device_batches", "search_batch")
+"""Fields of a request that its layouts depend on, besides the run."""
 
 
 @cache
@@ -116,6 +118,33 @@ class FinishedSearch(NamedTuple):
     answer: dict[str, Any]
     run: Run
     printed: str
+
+
+_spaces: dict[str, LayoutSpace] = {}
+_rankings: dict[int, Ranking] = {}
+_enumerate_space = SearchRequest.space
+
+
+def enumerate_once(request: SearchRequest) -> LayoutSpace:
+    """Return the layouts of a request. Requests that differ only in the run's name and mode share them."""
+    fields = [getattr(request, name) for name in SPACE_FIELDS]
+    key = repr((replace(request.run.config, name=None, mode=None), fields))
+    if key not in _spaces:
+        _spaces[key] = _enumerate_space(request)
+    return _spaces[key]
+
+
+def rank_once(run: Run, space: LayoutSpace) -> Ranking:
+    """Rank the layouts of a space that `enumerate_once` has returned."""
+    if id(space) not in _rankings:
+        _rankings[id(space)] = rank(run, space)
+    return _rankings[id(space)]
+
+
+@pytest.fixture(autouse=True)
+def _estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SearchRequest, "space", enumerate_once)
+    monkeypatch.setattr(mode, "rank", rank_once)
 
 
 @pytest.fixture
@@ -143,7 +172,7 @@ _shortlists: dict[int, tuple[SearchRequest, Shortlist]] = {}
 def make_shortlist(request: SearchRequest) -> Shortlist:
     """Return the layouts that a search may compile, with the shortest estimate first. Estimates a request once."""
     if id(request) not in _shortlists:  # the stored request keeps its id from being used again
-        _shortlists[id(request)] = request, build_shortlist(rank(request.run, request.space()))
+        _shortlists[id(request)] = request, build_shortlist(rank_once(request.run, request.space()))
     return _shortlists[id(request)][1].select(lambda layout: True)
 
 
