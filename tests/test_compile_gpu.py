@@ -181,11 +181,12 @@ def test_positions_on_gpus_name_host_and_gpu_and_a_target_is_read_from_json(tmp_
     assert read_record(TargetConfig, write_record(tmp_path / "target.json", plain)) == plain
 
 
-def network(target_name: str) -> NcclModel:
+def network(target_name: str, routing_imbalance: float = 1.0) -> NcclModel:
     target = Slice.from_target(parse_target(target_name))
     assert target.chip is not None and target.chips is not None
     positions = target.positions((target.chips,), ("x",))
-    return NcclModel(Machine(target.chip, build_topology(target), positions, {"x": target.chips}))
+    machine = Machine(target.chip, build_topology(target), positions, {"x": target.chips}, routing_imbalance)
+    return NcclModel(machine)
 
 
 def collective(kind: str, groups: np.ndarray, size: float) -> Collective:
@@ -199,6 +200,16 @@ def test_collectives_within_a_node_take_the_measured_time():
     assert gather.total_s == pytest.approx(2**26 / 314.2e9) and set(gather.busy_s) == {NVLINK}
     assert h100.cost(collective("all-reduce", nodes, 1024.0)).total_s == pytest.approx(2**16 / 1.65e9)
     assert gather.bytes_sent == pytest.approx(2**26 * 7 / 8)
+
+
+@pytest.mark.parametrize("target_name", ["h100-8", "h100-64"])
+def test_a_ragged_all_to_all_sends_the_rows_of_the_busiest_gpu(target_name: str):
+    balanced, busy = network(target_name), network(target_name, routing_imbalance=1.5)
+    members = np.arange(parse_target(target_name).chips or 1)[None]
+    ragged, plain = (collective(kind, members, 2.0**30) for kind in ("ragged-all-to-all", "all-to-all"))
+    assert busy.cost(ragged).bytes_sent == pytest.approx(1.5 * balanced.cost(ragged).bytes_sent)
+    assert busy.cost(ragged).total_s > 1.4 * balanced.cost(ragged).total_s
+    assert busy.cost(plain) == balanced.cost(plain) == balanced.cost(ragged)
 
 
 def test_collectives_between_nodes_use_the_network_card_of_every_gpu():

@@ -591,6 +591,20 @@ def test_estimates_multiply_the_rows_of_the_busiest_device():
     assert gathered[0] == gathered[1]
 
 
+@pytest.mark.parametrize("target", ["v5e-8", "h100-8"])
+def test_estimates_send_the_rows_of_the_busiest_device_as_far_as_its_buffer_holds_them(target):
+    settings = (f"target={target}", "partition=fsdp_ep", "batch=4096", "model.moe.dispatch=exchanged")
+
+    def sent(imbalance, *overrides):
+        return estimate(*settings, f"target.routing_imbalance={imbalance}", *overrides)["activations"]
+
+    assert sent(2) > 1.2 * sent(1)
+    limited = "model.moe.capacity_factor=1.25"
+    assert sent(1, limited) < sent(1.25, limited) == sent(2, limited)
+    dense = ("model.moe.dispatch=dense", limited)
+    assert sent(1, *dense) == sent(2, *dense)
+
+
 def test_estimates_count_the_rows_of_limited_buffers_alone():
     wide = ("partition=fsdp_ep", "mesh=1x1x8", "model.moe.experts=64", "model.moe.top_k=8", "batch=2048")
     for dispatch in ("sorted", "exchanged"):

@@ -44,6 +44,7 @@ class NcclModel:
         own_switch, table_switch = chip.switch_gbs or 1.0, known_chips()[assumptions.FALLBACK_CHIP].switch_gbs or 1.0
         self._switch_factor = 1.0 if chip.gpu and chip.gpu.collectives else own_switch / table_switch
         self._network_rate = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.NETWORK_EFFICIENCY / host_gpus
+        self._routing_imbalance = machine.routing_imbalance
         self._cache: dict[Collective, CollectiveCost] = {}
 
     def cost(self, collective: Collective) -> CollectiveCost:
@@ -62,7 +63,9 @@ class NcclModel:
         most, fewest = max(int(count.max()) for count in counts), min(int(count.min()) for count in counts)
         if most > fewest:
             self._add_uneven_note(members, domain_count, most, fewest)
-        return self._group_cost(collective.kind, collective.full_bytes, domain_count, members, most, fewest)
+        is_ragged = collective.kind == "ragged-all-to-all"
+        full_bytes = collective.full_bytes * (self._routing_imbalance if is_ragged else 1.0)
+        return self._group_cost(collective.kind, full_bytes, domain_count, members, most, fewest)
 
     def _group_cost(
         self, kind: str, full_bytes: float, domain_count: int, members: int, most: int, fewest: int

@@ -328,12 +328,14 @@ class StepEstimator:
 
     def _dispatch_seconds(self, mixing: Mixing) -> np.ndarray:
         """Return the seconds to send tokens to the shards of dispatched axes and back, in one layer and one pass."""
-        layouts, seconds = self.layouts, np.zeros(len(self.layouts))
+        layouts, seconds, rows = self.layouts, np.zeros(len(self.layouts)), mixing.dispatch.gathered_rows
+        imbalance = self.work.run.config.target.routing_imbalance  # buffers of a fixed size have none
+        imbalance = 1.0 if rows is None else min(imbalance, rows.capacity or np.inf)
         axes = tuple(dict.fromkeys(m for logical in mixing.dispatched_axes for m in layouts.stored_axes(logical)))
         for activation in mixing.dispatched if axes else ():
             bytes_ = self._bytes_per_token(activation) * self.local_tokens
             if mixing.dispatch.sends_rows:
-                seconds += 2 * self.network.all_to_all(layouts, axes, bytes_)
+                seconds += 2 * self.network.all_to_all(layouts, axes, imbalance * bytes_)
                 continue
             bytes_ = bytes_ * layouts.axes_size(axes)
             seconds += self.network.all_gather(layouts, axes, bytes_)
