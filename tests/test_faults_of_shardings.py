@@ -26,6 +26,7 @@ from helpers import mark_slow_except
 from machines import make_machine, make_topology, needs_libtpu
 from sound_programs import SOUND_PROGRAMS, Program
 from valkyrie.compiled.collectives import Collective, find_cause
+from valkyrie.compiled.communication import AxesBytes, Communication
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import Instruction, parse_module
 from valkyrie.compiled.shards import match_shard
@@ -33,13 +34,13 @@ from valkyrie.compiled.whole import AxisPart, UnpartitionedProgram, parse_shardi
 from valkyrie.machine.network import CollectiveCost, LinkModel
 from valkyrie.machine.operations import OpCost, OpCostModel
 from valkyrie.machine.replay import CostModels, OpTotals, ReducedNetwork, Replay, replay
-from valkyrie.parts import PartKind
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.fault_texts import MAX_LINES, constraint_remedy, describe_replication, join_lines
 from valkyrie.search.compile.faults import _has_whole_batch, find_faults
 from valkyrie.search.compile.hints import program_hints
-from valkyrie.search.compile.padding import _product_widths, find_padding
+from valkyrie.search.compile.padding import _product_widths
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.train.program import serialised_module
@@ -337,9 +338,47 @@ def test_narrow_products_are_found_by_their_time() -> None:
     faultless = replace(program, replay=replace(program.replay, step_s=2.1))
     assert find_faults(faultless) == (), "19% of the step is below the threshold"
     prediction = Prediction(None, CompileStatus.ok, step=PredictedStep(2.1, None, None), parts=())
-    (hint,) = program_hints(prediction, find_padding(faultless))
+    (hint,) = program_hints(prediction, faultless)
     assert hint.code is HintCode.largest_part and {"64", "128"} <= {*re.findall(r"\d+", hint.text)}
     assert "38%" in hint.text and "19%" in hint.text, "the products and their padding"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_suggested"),
+    [
+        ({}, True),
+        ({"wait_s": 0.2}, False),
+        ({"peak": 9 * GIB}, False),  # twice that does not fit
+        ({"data_bytes": 8e8}, False),  # grows to 1.6 GB
+        ({"weights": PartitionSpec("data")}, False),
+        ({"batch": PartitionSpec(("data", "model"))}, False),
+        ({"batch": PartitionSpec(None, "data")}, True),  # 24 tokens in 8 parts
+        ({"batch": PartitionSpec(None, "model"), "weights": PartitionSpec(None, "data")}, False),
+    ],
+)
+def test_a_wait_for_split_weights_suggests_to_split_the_batch_if_it_fits(
+    change: dict[str, Any], is_suggested: bool
+) -> None:
+    values = {"axes": {"data": 4, "model": 2}, "weights": PartitionSpec(None, "model"), "batch": DATA} | change
+    mesh = cpu_mesh(**values["axes"])
+    step, arguments = language_model(mesh, values["weights"], batch=values["batch"])
+    memory = MemoryReport(peak=int(values.get("peak", GIB)), usable=int(16 * GIB))
+    program = PartitionedProgram(
+        UnpartitionedProgram.from_lowered(step.lower(*arguments)), None, dict(mesh.shape), None, memory
+    )
+    bytes_by_axes = {"data": values.get("data_bytes", 1e7), "model": 9e8}
+    prediction = Prediction(
+        None,
+        CompileStatus.ok,
+        step=PredictedStep(1.0, None, None),
+        parts=(StepPart(PartKind.exposed, ("model",), values.get("wait_s", 0.4)),),
+        communication=Communication(
+            sum(bytes_by_axes.values()), tuple(AxesBytes((axis,), size) for axis, size in bytes_by_axes.items())
+        ),
+    )
+    (hint,) = program_hints(prediction, program)
+    assert hint.code is HintCode.exposed
+    assert ("Splitting the batch over model" in hint.text) == is_suggested, hint.text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
 from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.parts import PartKind, StepPart, describe_part, sum_seconds
-from valkyrie.search.compile.padding import LANES, Padding
+from valkyrie.search.compile.padding import LANES, find_padding
+from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     FullerRemat,
@@ -34,6 +35,8 @@ MIN_HINT_SHARE = 0.15
 """Smallest share of a step for which most hints are given. Memory-bound operations need twice this share."""
 MIN_PADDING_HINT_SHARE = 0.05
 """The hint on the largest part of a step mentions padding that takes at least this share of the step."""
+MIN_DATA_PARALLEL_SHARE = 0.25
+"""Waits over a mesh axis of at least this share of the step lead to the suggestion to split the batch over it."""
 LOW_PRODUCT_RATE = 0.6
 """Matrix products below this share of peak FLOP/s get a hint. The compiler estimates 0.85 for large products."""
 MIN_RECOMPUTATION_SHARE = 0.01
@@ -57,7 +60,7 @@ class _Facts:
     step: PredictedStep
     other_layouts: Sequence[Prediction] = ()
     unpadded_heads: UnpaddedHeads | None = None
-    padding: Padding | None = None
+    program: PartitionedProgram | None = None
 
     def share(self, *kinds: PartKind) -> float:
         return sum_seconds(self.prediction.parts, *kinds) / self.step.step_s
@@ -132,13 +135,13 @@ def layout_hints(
     )
 
 
-def program_hints(prediction: Prediction, padding: Padding | None = None) -> tuple[Hint, ...]:
+def program_hints(prediction: Prediction, program: PartitionedProgram | None = None) -> tuple[Hint, ...]:
     """Return the hints for a program that is not a run's step, on exposed communication and memory-bound operations.
 
     Empty without a predicted step time. If neither takes long, the only hint describes the largest part of the step,
-    and the `padding` of narrow products.
+    and the padding of narrow products. `program` is the program before and after partitioning, or None if unknown.
     """
-    return _collect_hints(prediction, (), (_exposed_hints, _memory_bound_hints), padding=padding)
+    return _collect_hints(prediction, (), (_exposed_hints, _memory_bound_hints), program=program)
 
 
 def _collect_hints(
@@ -146,11 +149,11 @@ def _collect_hints(
     other_layouts: Sequence[Prediction],
     rules: Sequence[Callable[[_Facts], Iterator[Hint]]],
     unpadded_heads: UnpaddedHeads | None = None,
-    padding: Padding | None = None,
+    program: PartitionedProgram | None = None,
 ) -> tuple[Hint, ...]:
     if prediction.status is not CompileStatus.ok or prediction.step is None:
         return ()
-    facts = _Facts(prediction, prediction.step, other_layouts, unpadded_heads, padding)
+    facts = _Facts(prediction, prediction.step, other_layouts, unpadded_heads, program)
     return tuple(hint for rule in rules for hint in rule(facts)) or (_largest_part_hint(facts),)
 
 
@@ -159,7 +162,8 @@ def _largest_part_hint(facts: _Facts) -> Hint:
     rate = f" at {percent_text(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent_text(share)} of the step{rate}"
-    if (padding := facts.padding) is not None and padding.seconds >= MIN_PADDING_HINT_SHARE * facts.step.step_s:
+    padding = None if facts.program is None else find_padding(facts.program)
+    if padding is not None and padding.seconds >= MIN_PADDING_HINT_SHARE * facts.step.step_s:
         text += (
             f"; products with dimensions of {padding.sizes}, which the matrix unit pads to {LANES}, take "
             f"{percent_text(padding.product_seconds / facts.step.step_s)} of it in {padding.lines} (the padding "
@@ -195,6 +199,7 @@ def _exposed_hints(facts: _Facts) -> Iterator[Hint]:
             text += (
                 f" {subject} the batch over {' and '.join(part.mesh_axes)} instead: {'; '.join(alternatives.values())}."
             )
+        text += _describe_data_parallel(facts, part)
         named_partitions |= alternatives.keys()
         changes = tuple(f"partition={name}" for name in alternatives)
         yield Hint(HintCode.exposed, text, part.seconds / facts.step.step_s, part.mesh_axes, changes)
@@ -211,6 +216,47 @@ def _describe_wait(facts: _Facts, part: StepPart) -> str:
     source = f" ({short_source(use.source)})" if use.source else ""
     cause = f"for {short_cause(use.cause)}{source}" if use.cause else "for an operation that the compiler does not name"
     return f"{text}. The largest cause, {use.kind} {cause}, is {percent_text(use.exposed_s / step_s)} of the step"
+
+
+def _describe_data_parallel(facts: _Facts, part: StepPart) -> str:
+    """Suggest splitting the batch of a program, instead of weights, over the mesh axis of a wait.
+
+    Empty if this may not fit or not send much less. The bounds assume that all arrays, and all bytes sent over other
+    axes, grow by the size of the axis, and that gradients are as large as all state.
+    """
+    program, traffic = facts.program, facts.prediction.communication
+    if program is None or traffic is None or traffic.bytes is None or len(part.mesh_axes) != 1:
+        return ""
+    (axis,), size = part.mesh_axes, program.count_parts(part.mesh_axes)
+    state = [argument for argument in program.unpartitioned.arguments if argument.is_state]
+    batch_dimensions = {
+        (length, axes)
+        for argument in program.unpartitioned.arguments
+        for length, axes in zip(argument.shape.dims, argument.mesh_axes, strict=False)
+        if axes and not argument.is_state
+    }
+    splits_weights = any(axis in axes for argument in state for axes in argument.mesh_axes)
+    is_divisible = batch_dimensions and all(
+        axis not in axes and length % (program.count_parts(axes) * size) == 0 for length, axes in batch_dimensions
+    )
+    axis_bytes = sum(entry.bytes for entry in traffic.bytes_by_mesh_axes if axis in entry.mesh_axes)
+    max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(argument.shape.bytes for argument in state)
+    needs, usable = program.memory.required, program.memory.usable
+    if (
+        part.seconds < MIN_DATA_PARALLEL_SHARE * facts.step.step_s
+        or not splits_weights
+        or not is_divisible
+        or needs is None
+        or usable is None
+        or size * needs > usable
+        or max_bytes > MAX_SENT_RATIO * traffic.bytes
+    ):
+        return ""
+    return (
+        f" Splitting the batch over {axis}, instead of weights, would send at most about "
+        f"{decimal_bytes_text(max_bytes)}, not {decimal_bytes_text(traffic.bytes)}, and need at most "
+        f"{gib_text(size * needs)} of {gib_text(usable)}."
+    )
 
 
 def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection[str]) -> dict[str, str]:

@@ -27,7 +27,6 @@ from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.layers import merge_layers
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
-from valkyrie.search.compile.padding import find_padding
 from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
@@ -340,8 +339,7 @@ def predict_module(
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
     )
-    padding = None if partitioned is None else find_padding(partitioned)
-    return PredictedProgram(replace(prediction, hints=program_hints(prediction, padding)), replay)
+    return PredictedProgram(replace(prediction, hints=program_hints(prediction, partitioned)), replay)
 
 
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
