@@ -1025,14 +1025,21 @@ def test_the_next_batch_is_compiled_before_other_layouts_if_it_may_be_faster(
     request = make_batch_request()
     ranking = rank(request.run, request.space())
 
-    def compile_batches(count: int, folder: str) -> list[int | None]:
-        compiles = compile_shortlist(compiler, request, build_shortlist(ranking), tmp_path / folder, count, ranking)
-        return [layout.estimate.batch for layout in compiles.layouts]
+    def compile_batches(count: int, folder: str) -> list[CompiledLayout]:
+        shortlist = build_shortlist(ranking)
+        return compile_shortlist(compiler, request, shortlist, tmp_path / folder, count, ranking).layouts
 
     monkeypatch.setattr(shortlist_module, "BATCH_ERROR", 0.12)
-    assert compile_batches(3, "likely") == [128, 192, 128], "once, because it is slower"
+    likely = compile_batches(3, "likely")
+    assert [layout.estimate.batch for layout in likely] == [128, 192, 128], "once, because it is slower"
     monkeypatch.setattr(shortlist_module, "BATCH_ERROR", 0.0)
-    assert compile_batches(2, "unlikely") == [128, 128]
+    assert [layout.estimate.batch for layout in compile_batches(2, "unlikely")] == [128, 128]
+    faster = StepResult(step_s=1.01 * likely[0].estimate.step_s)  # with a larger batch
+    results = replace(likely[1].trial.results, step=faster)
+    compiled = CompiledLayouts([likely[0], replace(likely[1], trial=replace(likely[1].trial, results=results))])
+    rows = rank_layouts(request, build_shortlist(ranking), compiled, 10)
+    assert rows[0].candidate.batch == 192
+    assert len({replace(row.candidate, batch=None) for row in rows}) == len(rows), "each layout has one batch"
 
 
 def test_settings_that_the_search_chose_for_a_mesh_are_named() -> None:

@@ -106,7 +106,10 @@ def _best_on_chips(
         (layout.estimate, make_answer_row(request, layout.estimate, layout)) for layout in compiled_by_layout.values()
     ]
     compiled_candidates = {layout.estimate.candidate for layout in compiled_layouts.layouts}
-    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in compiled_by_layout.values()}
+    compiled_s: dict[Candidate, float] = {}
+    for layout in timed_layouts:
+        variant = without_torus(layout.estimate)
+        compiled_s[variant] = min(layout.estimate.ranking_s, compiled_s.get(variant, math.inf))
     estimated_layouts = [
         layout
         for layout in shortlist.on_chips(chips_text)

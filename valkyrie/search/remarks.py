@@ -42,7 +42,7 @@ def collect_remarks(
     """
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
-    best_run = _find_run(request, best, shortlist)
+    best_run = _find_run(request, best, shortlist, compiled_layouts)
     lines = [*describe_choices(request, best), *describe_placement(best_run)]
     lines += [*explain_batch(best), *describe_intervals(request, rows)]
     lines += describe_costs(request, rows)
@@ -270,9 +270,12 @@ def describe_intervals(request: SearchRequest, rows: Sequence[RankedLayout]) -> 
     return lines
 
 
-def _find_run(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> Run | None:
-    """Return the run that compiles the best layout, or None if it is not in the shortlist."""
-    layouts = [*shortlist.fitting, *shortlist.may_fit]
+def _find_run(
+    request: SearchRequest, best: RankedLayout, shortlist: Shortlist, compiled_layouts: CompiledLayouts
+) -> Run | None:
+    """Return the run that compiles the best layout, or None if it is neither compiled nor in the shortlist."""
+    compiled = (layout.estimate for layout in compiled_layouts.layouts)
+    layouts = [*compiled, *shortlist.fitting, *shortlist.may_fit]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     return None if layout is None else make_compile_run(request, layout)
 
