@@ -42,18 +42,16 @@ def single_device_steps(folder: Path) -> list[dict[str, np.ndarray]]:
     return run_own_steps(folder, "mesh=1x1x1", "partition=dp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         ("mesh=2x2x2", "partition=units"),
-        pytest.param(("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"), marks=pytest.mark.slow),
-        pytest.param(("mesh=2x2x2", "partition=pp", "microbatches=2"), marks=pytest.mark.slow),
-        pytest.param(
-            ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("mesh=2x2x2", "partition=sp"), marks=pytest.mark.slow),
-        pytest.param(("mesh=2x2x1", "partition=pp_fsdp", "microbatches=4"), marks=pytest.mark.slow),
+        ("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"),
+        ("mesh=2x2x2", "partition=pp", "microbatches=2"),
+        ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+        ("mesh=2x2x2", "partition=sp"),
+        ("mesh=2x2x1", "partition=pp_fsdp", "microbatches=4"),
     ],
     ids=lambda layout: "-".join(part.partition("=")[2] for part in layout),
 )

@@ -251,6 +251,7 @@ def test_a_calibration_is_named_after_its_chips(true_efficiency: Efficiency, tmp
     assert folder.name.startswith("calibrate-v5e-2") and (folder / "calibrated_v5e.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_calibration_writes_an_experiment(
     true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

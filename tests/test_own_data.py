@@ -23,6 +23,8 @@ from valkyrie.doctor.findings import FAILURE, Check, CheckContext, run_checks
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
 SMALL += ("tracking=off", "sample_tokens=0", "log_every=1")
+DATA = ("data.paths=[tickets.db]",)
+TASK = ("task=sparse_targets", "task.share=0.25")
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +49,9 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
-    result = train(folder, *data, "name=source", "steps=2")
+    result = train(folder, *DATA, f"data.cache_dir={folder}/cache", "name=both", "steps=1", *TASK)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "step 2/2" in result.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
-    other = train(folder, *data, "name=task", "steps=2", "task=sparse_targets", "task.share=0.25")
-    assert other.returncode == 0, other.stdout + other.stderr
-    first, second = losses(folder, "source"), losses(folder, "task")
-    assert len(first) == len(second) == 2 and first != second
-    assert len(list((folder / "cache").glob("tickets-*"))) == 1, "found again"
+    assert "step 1/1" in result.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
     module = folder / "tickets.py"
     code = module.read_text()
     module.write_text(f"{code}\n# An edited module reads its documents again.\n")
@@ -65,6 +61,17 @@ def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyP
     assert find_dataset(config, "bytes") is None
     module.write_text(code)
     assert find_dataset(config, "bytes") is not None
+
+
+@pytest.mark.slow
+def test_a_users_task_changes_the_loss_and_its_run_resumes_from_another_folder(folder: Path):
+    data = (*DATA, f"data.cache_dir={folder}/cache2")
+    for name, task in {"source": (), "task": TASK}.items():
+        result = train(folder, *data, f"name={name}", "steps=2", *task)
+        assert result.returncode == 0, result.stdout + result.stderr
+    first, second = losses(folder, "source"), losses(folder, "task")
+    assert len(first) == len(second) == 2 and first != second
+    assert len(list((folder / "cache2").glob("tickets-*"))) == 1, "found again"
     # From another folder and without --config-dir: the run folder knows its modules and the paths in full.
     command = [sys.executable, "-m", "valkyrie.cli.train", f"resume={folder.parent}/runs/task", "steps=3"]
     resumed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)

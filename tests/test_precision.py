@@ -89,7 +89,10 @@ def test_gradient_memory_is_that_of_a_microbatch_and_a_float32_sum(overrides: An
     assert expected_memory(program.run, program.abstract_state).gradients == count * bytes_each
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("precision=bf16", 2**-9), ("precision=float32", 2**-20)])
+@pytest.mark.parametrize(
+    ("precision", "rounding"),
+    [("precision=bf16", 2**-9), pytest.param("precision=float32", 2**-20, marks=pytest.mark.slow)],
+)
 def test_the_moving_average_follows_every_step(precision: str, rounding: float):
     """A thousandth of a step is below bfloat16's precision: an average in bfloat16 would never move."""
     recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")

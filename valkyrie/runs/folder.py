@@ -295,7 +295,8 @@ def read_settings(file: Path, *, has_hydra: bool = True) -> DictConfig:
     if isinstance(config.get("optimizer"), DictConfig):
         old_optimizer: Any = OmegaConf.to_container(config.optimizer, resolve=False)
         config.optimizer = convert_old_settings(old_optimizer)
-    if isinstance(OmegaConf.select(config, "target.chip", throw_on_missing=False), DictConfig):
+    target = config.get("target")
+    if isinstance(target, DictConfig) and isinstance(target.get("chip"), DictConfig):
         chip: Any = OmegaConf.to_container(config.target.chip, resolve=False)
         config.target.chip = fill_missing_chip_fields(chip)
     return config
