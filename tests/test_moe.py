@@ -591,6 +591,15 @@ def test_estimates_multiply_the_rows_of_the_busiest_device():
     assert gathered[0] == gathered[1]
 
 
+def test_estimates_gather_limited_rows_again_before_they_are_added_to_large_sums():
+    def moved_per_token(target, batch):
+        settings = ("mesh=1x1x8", "partition=fsdp_ep", "model.moe.capacity_factor=1.25", "remat=none")
+        return estimate(*settings, f"target={target}", f"batch={batch}")["moving"] / batch
+
+    assert moved_per_token("v5e-8", 4096) > 1.2 * moved_per_token("v5e-8", 256)
+    assert moved_per_token("h100-8", 4096) < 1.1 * moved_per_token("h100-8", 256)
+
+
 @pytest.mark.parametrize("target", ["v5e-8", "h100-8"])
 def test_estimates_send_the_rows_of_the_busiest_device_as_far_as_its_buffer_holds_them(target):
     settings = (f"target={target}", "partition=fsdp_ep", "batch=4096", "model.moe.dispatch=exchanged")

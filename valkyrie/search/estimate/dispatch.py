@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine.rows import gather_seconds, sort_seconds
 from valkyrie.parallel.candidates import Candidates
@@ -11,9 +12,18 @@ from valkyrie.search.estimate.work import Mixing
 
 
 def row_seconds(
-    mixing: Mixing, layouts: Candidates, tokens: np.ndarray, width: np.ndarray, itemsize: int, chip: ChipConfig
+    mixing: Mixing,
+    layouts: Candidates,
+    tokens: np.ndarray,
+    width: np.ndarray,
+    itemsize: int,
+    chip: ChipConfig,
+    on_chip_bytes: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds to move rows to the parameters and back, and to sort them, in one pass through a layer.
+
+    Rows of a limited buffer are added to float32 sums. If these are in HBM, XLA for TPUs first gathers the rows in the
+    order of their tokens.
 
     Args:
         mixing: The block, with a single dispatched axis.
@@ -22,6 +32,7 @@ def row_seconds(
         width: Channels per device, for each layout.
         itemsize: Bytes of a number in the compute dtype.
         chip: The chip.
+        on_chip_bytes: Size of the largest array that stays on the chip.
     """
     work = mixing.dispatch
     sent_rows = np.where(layouts.member_count(mixing.dispatched_axes) > 1, work.sent_rows, 0.0)
@@ -31,7 +42,11 @@ def row_seconds(
         return 2 * gather_s, 2 * sort_seconds(rows, chip)
     # Devices sort the assignments of all tokens that they gather.
     all_copies = layouts.row_copies(work.gathered_rows._replace(full_shards=np.inf, capacity=None))
-    return 2 * gather_s, 2 * sort_seconds(tokens * work.rows * all_copies, chip)
+    is_limited = layouts.row_copies(work.gathered_rows) < layouts.row_copies(work.gathered_rows._replace(capacity=None))
+    in_hbm = 4 * tokens * layouts.member_count(mixing.dispatched_axes) * width > on_chip_bytes
+    orders_rows = is_limited & in_hbm & get_platform(chip.platform).runs_pallas_tpu
+    ordering_s = np.where(orders_rows, gather_seconds(rows, width, 4, chip), 0.0)
+    return 2 * gather_s + ordering_s, 2 * sort_seconds(tokens * work.rows * all_copies, chip)
 
 
 def gathered_token_bytes(

@@ -242,7 +242,7 @@ class StepEstimator:
             work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
             if work.rows:
                 sizes = mixing, layouts, self.local_tokens, width, self.work.itemsize
-                move_s, sort_s = row_seconds(*sizes, self.chip)
+                move_s, sort_s = row_seconds(*sizes, self.chip, e.on_chip_bytes)
                 move_s = move_s + gathered_token_bytes(*sizes) / self.hbm_bandwidth
                 seconds += mixing.count * ((forward_passes + 1) * move_s + forward_passes * sort_s)
             mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
