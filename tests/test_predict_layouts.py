@@ -377,13 +377,16 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
 
 
 def test_layouts_with_as_many_bytes_as_a_slower_compiled_one_are_compiled_later():
-    steps_s = {"fsdp": 1.0, "fsdp_tp": 1.1, "dp": 1.2}
+    steps_s = {"fsdp": 1.0, "same": 1.0, "fsdp_tp": 1.1, "dp": 1.2}
     layouts = [ProgramLayout(name, {"data": 8}, name, lambda: None, 20.0 if name == "dp" else 10.0) for name in steps_s]
-    estimates = {name: ProgramEstimate({"data": 8}, step_s, program=name) for name, step_s in steps_s.items()}
+    programs = {"same": "fsdp"}
+    estimates = {name: ProgramEstimate({"data": 8}, s, program=programs.get(name, name)) for name, s in steps_s.items()}
     order = CompileOrder(layouts, estimates)
     first = order.pop()
     assert first.name == "fsdp"
     order.add(first, fake_predict(step, (1.3,), {}, SLICE, work=ProgramWork()))
+    ((same, predicted),) = order.pop_equal("fsdp")
+    assert same.name == "same" and predicted.prediction.step is not None and predicted.prediction.step.step_s == 1.3
     assert [order.pop().name, order.pop().name] == ["dp", "fsdp_tp"]
 
 

@@ -181,14 +181,18 @@ class CompileOrder:
         ]
         return estimate.step_s * (statistics.median(ratios) if ratios else 1.0)
 
-    def find_equal(self, layout: ProgramLayout) -> PredictedProgram | None:
-        """Return the prediction of a compiled layout with the same program, under the name of this layout, or None."""
-        for name, other in self.predicted.items():
-            program = other.prediction.program
-            if program is not None and layout.name in find_equal_names(self.estimates, name):
-                renamed = replace(program, name=program.name.replace(name, layout.name), axes=dict(layout.axes))
-                return replace(other, prediction=replace(other.prediction, program=renamed))
-        return None
+    def pop_equal(self, name: str) -> list[tuple[ProgramLayout, PredictedProgram]]:
+        """Remove and return the untried layouts with the program of a compiled one, with its prediction for each."""
+        program, equal_names = self.predicted[name].prediction.program, find_equal_names(self.estimates, name)
+        layouts = [layout for layout in self.untried if program is not None and layout.name in equal_names]
+        self.untried = [layout for layout in self.untried if layout not in layouts]
+        return [(layout, self._rename(self.predicted[name], name, layout)) for layout in layouts]
+
+    def _rename(self, predicted: PredictedProgram, name: str, layout: ProgramLayout) -> PredictedProgram:
+        program = predicted.prediction.program
+        assert program is not None
+        renamed = replace(program, name=program.name.replace(name, layout.name), axes=dict(layout.axes))
+        return replace(predicted, prediction=replace(predicted.prediction, program=renamed))
 
     def add(self, layout: ProgramLayout, predicted: PredictedProgram) -> None:
         """Add the prediction of a compiled layout."""

@@ -361,8 +361,8 @@ class ProgramSearch:
             self.estimates = estimate_layouts(layouts, self.target, limit_s, progress)
             self.estimate_note = describe_missing(self.estimates)
         order = CompileOrder(layouts, self.estimates)
-        tried, untried = order.tried, order.untried
-        while untried:
+        while order.untried:
+            tried, untried = order.tried, order.untried
             factor = 1.0 if has_step else FIRST_RESULT_FACTOR
             limit = "the budget" if has_step else f"{factor:g} times the budget"
             longer = "" if has_step and durations_s else " with a longer budget="  # it would end with the same compile
@@ -375,8 +375,7 @@ class ProgramSearch:
             limit_s = min(remaining_s, self.time_limit_s or math.inf)
             start = time.monotonic()
             prefix = f"{len(tried) + 1} of {len(tried) + 1 + len(untried)}: "
-            equal = order.find_equal(layout)
-            predicted = equal or predict_call(
+            predicted = predict_call(
                 *(layout.name, layout.build, self.target, self.work, layout.axes),
                 None if math.isinf(limit_s) else limit_s,
                 lambda line, prefix=prefix: progress(prefix + line),
@@ -387,10 +386,13 @@ class ProgramSearch:
                 self._end(reason, limit, tried, [layout, *untried], longer)
                 return
             has_step = has_step or status is CompileStatus.ok
-            if not compile_times.cached and equal is None:
+            if not compile_times.cached:
                 durations_s.append(time.monotonic() - start)
             order.add(layout, predicted)
             yield layout.name, predicted
+            for equal_layout, equal_prediction in order.pop_equal(layout.name):
+                order.add(equal_layout, equal_prediction)
+                yield equal_layout.name, equal_prediction
 
     def build_layouts(self, progress: Progress = lambda line: None) -> list[ProgramLayout]:
         """Return the layouts, and build their programs until `_BUILD_SHARE` of the budget has passed."""
