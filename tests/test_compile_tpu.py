@@ -20,7 +20,7 @@ from valkyrie.train.program import StepProgram
 
 pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
 
-TINY_OVERRIDES = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
+TINY_OVERRIDES = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=gpt_tiny", "batch=8")
 
 
 def run_train_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
