@@ -527,7 +527,6 @@ def test_estimates_of_odd_models_are_close_to_compiled_steps(
         (("model=gpt_1b", "seq=2048"), False),
         (("model=gpt_1b", "seq=4096", "model.context=4096", "model.attention.impl=chunked"), False),
         (("model=valkyrie_1b", "seq=4096", "model.context=4096"), False),  # windows
-        (("model=nanochat", "seq=16384", "model.context=16384"), True),  # windows of 4,096
     ],
 )
 def test_only_attention_with_wide_blocks_is_cheaper_per_flop(overrides: tuple[str, ...], is_cheaper: bool) -> None:

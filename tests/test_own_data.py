@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from own_folder import train_with, write_listings
 from runs import run_train
@@ -52,6 +53,8 @@ def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyP
     result = train(folder, *DATA, f"data.cache_dir={folder}/cache", "name=both", "steps=1", *TASK)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "step 1/1" in result.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
+    run = yaml.safe_load((folder.parent / "runs" / "both" / "run.yaml").read_text())
+    assert [f"task={run['task']['name']}"] == [override for override in TASK if override.startswith("task=")]
     module = folder / "tickets.py"
     code = module.read_text()
     module.write_text(f"{code}\n# An edited module reads its documents again.\n")

@@ -401,6 +401,9 @@ def test_the_page_names_a_layout_that_is_estimated_to_be_faster_than_the_best_co
         result.best == "fsdp" and "fastest so far is fsdp, but dp is estimated to be faster: 1.200 s" in result._page()
     )
     assert "may be faster than fsdp: dp. Before" in str(result), "tp is the same program as dp"
+    large = replace(result, estimates={n: replace(e, is_too_large=True) for n, e in result.estimates.items()})
+    assert "estimated to be faster" not in large._page() and "slower" not in str(large)
+    assert "estimated to need too much memory: dp" in str(large)
 
 
 def test_a_search_without_estimates_names_the_reason(monkeypatch: pytest.MonkeyPatch):

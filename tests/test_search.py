@@ -101,7 +101,7 @@ from valkyrie.train.options import TO_FIT, USER, Option
 from valkyrie.units import duration_text, memory_text, number_text, percent_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
-SPACE_FIELDS = ("targets", "partitions", "remats", "microbatches", "mesh", "device_batches", "search_batch")
+SPACE_FIELDS = ("targets", "partitions", "remats", "microbatches", "mesh", "device_batches", "search_batch", "settings")
 """Fields of a request that its layouts depend on, besides the run."""
 
 
@@ -121,7 +121,8 @@ class FinishedSearch(NamedTuple):
 
 
 _spaces: dict[str, LayoutSpace] = {}
-_rankings: dict[int, Ranking] = {}
+_rankings: dict[int, tuple[LayoutSpace, Ranking]] = {}
+"""Rankings with their spaces, by the id of the space. The space is stored so that its id is not used again."""
 _enumerate_space = SearchRequest.space
 
 
@@ -137,8 +138,8 @@ def enumerate_once(request: SearchRequest) -> LayoutSpace:
 def rank_once(run: Run, space: LayoutSpace) -> Ranking:
     """Rank the layouts of a space that `enumerate_once` has returned."""
     if id(space) not in _rankings:
-        _rankings[id(space)] = rank(run, space)
-    return _rankings[id(space)]
+        _rankings[id(space)] = space, rank(run, space)
+    return _rankings[id(space)][1]
 
 
 @pytest.fixture(autouse=True)

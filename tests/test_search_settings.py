@@ -86,6 +86,12 @@ def test_a_dense_dispatch_without_a_limit_is_compared_in_all_layouts() -> None:
     assert alternatives.key == "model.moe.dispatch" and alternatives.axis is None
 
 
+def test_values_with_equal_estimates_are_listed_once_each() -> None:
+    layout = ("partition=fsdp", "mesh=8x1x1", "remat=none", "microbatches=1", "model=gpt_125m", "batch=32")
+    _, ranking = search(*layout, "mode.vary.model.attention.impl=[auto,chunked,chunked]")
+    assert sorted(layout.group.settings.overrides for layout in ranking) == [(), ("model.attention.impl=chunked",)]
+
+
 def test_a_dense_model_has_one_setting() -> None:
     request = parse_request(shared_run("mode=search", "target=v5e-8", "model=gpt_tiny", "batch=32"))
     assert [settings.overrides for settings in request.settings] == [()]
@@ -95,6 +101,7 @@ def test_a_dense_model_has_one_setting() -> None:
     ("arguments", "message"),
     [
         (["mode.vary.model.layers=[2,4]"], "mode.vary: model.layers=2 changes the shapes of parameters"),
+        (["mode.vary.model.name=[a,b]"], "mode.vary.model.name: this names a model"),
         (["mode.vary.model.moe.foo=[2]"], "mode.vary.model.moe.foo: 2: Key 'foo' not in 'MoE'"),
         (["mode.vary.model.moe.dispatch=[other]"], "mode.vary.model.moe.dispatch: other: Invalid value 'other'"),
         (["mode.vary.model.moe.capacity_factor=[-1]"], "model.moe.capacity_factor=-1: must be above 0"),
@@ -106,7 +113,13 @@ def test_bad_values_are_refused(arguments, message) -> None:
         tried_settings(*arguments)
 
 
-@pytest.mark.parametrize("argument", ["mode.vary.model.moe.capacity_factor=1.25", "mode.vary.batch=[2]"])
-def test_values_must_be_a_list_for_a_setting_of_the_model(argument) -> None:
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("mode.vary.model.moe.capacity_factor=1.25", "must be a list"),
+        ("mode.vary.batch=[2]", "batch is no setting of the model"),
+    ],
+)
+def test_values_must_be_a_list_for_a_setting_of_the_model(argument: str, reason: str) -> None:
     (problem,) = parse_run(["mode=search", "model=moe_tiny", argument]).problems()
-    assert problem.key == argument.partition("=")[0] and "must be a list of values" in problem.text
+    assert problem.key == argument.partition("=")[0] and reason in problem.text

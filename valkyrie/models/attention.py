@@ -15,7 +15,6 @@ from valkyrie.ops.choices import (
     ATTENTION_OUTPUT,
     MAX_WIDE_HEAD_DIM,
     MIN_WIDE_LENGTH,
-    MIN_WIDE_WINDOW,
     WIDE_BLOCK,
     AttentionImpl,
     Bias,
@@ -237,9 +236,7 @@ class Attention(Block):
     def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
         has_kernel = self.impl in (AttentionImpl.auto, AttentionImpl.kernel)
         is_wide = seq >= MIN_WIDE_LENGTH and seq % WIDE_BLOCK == 0 and self.head_dim <= MAX_WIDE_HEAD_DIM
-        window = self.window(context)
-        is_wide_window = self._is_full(context, seq) or (window is not None and window >= MIN_WIDE_WINDOW)
-        return has_kernel and is_wide and is_wide_window
+        return has_kernel and is_wide and self._is_full(context, seq)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""

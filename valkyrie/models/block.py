@@ -266,7 +266,7 @@ class Block(ABC):
         return 0.0
 
     def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
-        """Return whether it is attention with wide blocks, if the kernel is splash attention (`WIDE_BLOCK`)."""
+        """Return whether it is attention without a window and with wide blocks of splash attention (`WIDE_BLOCK`)."""
         return False
 
     def lane_padding(self, context: BlockContext, lanes: int) -> float:

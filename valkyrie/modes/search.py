@@ -70,8 +70,11 @@ class Config(CompilingMode, MeasuringMode):
             problems += check_range("mode.device_batches", count, least=1)
         for key, values in flatten(self.vary).items():
             if not key.startswith("model.") or not isinstance(values, list) or not values:
-                text = f"mode.vary.{key}={override_text(values)}: must be a list of values of a setting of the model, "
-                text += "such as mode.vary.model.moe.capacity_factor=[1.25,null]."
+                reason = (
+                    "the values must be a list" if key.startswith("model.") else f"{key} is no setting of the model"
+                )
+                text = f"mode.vary.{key}={override_text(values)}: {reason}. For example: "
+                text += "mode.vary.model.moe.capacity_factor=[1.25,null]."
                 problems.append(Problem(ProblemCode.malformed, f"mode.vary.{key}", values, text))
         return [*problems, *check_time("mode.budget", self.budget), *check_time("mode.tune", self.tune)]
 

@@ -182,6 +182,7 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
     """Return the model FLOPs utilisation, or None if the chip's peak is unknown."""
     target, run = layout.group.target, request.run
     peak = None if target.chip is None else target.chip.peak_flops(run.config.precision.compute)
+    run = layout.group.settings.apply(run)
     flops = run.changed(batch=layout.batch or run.config.batch).step_flops
     return flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 

@@ -129,13 +129,12 @@ def explain_batch(row: RankedLayout) -> list[str]:
 def describe_batch_rival(request: SearchRequest, row: RankedLayout) -> list[str]:
     """Return a sentence with the next larger batch of the best layout if it may be faster, and the command to compile.
 
-    Returns an empty list if a larger batch was compiled, and if the search does not vary the batch.
+    Returns an empty list if this batch was compiled, and if the search does not vary the batch.
     """
     batch = row.candidate.batch or 0
     rates = {tried.batch: tried.tokens_per_second_per_chip for tried in row.batches if tried.fits}
-    if any(tried.batch > batch and tried.stage is not Stage.estimate for tried in row.batches):
-        return []
-    if (rival := find_batch_rival(batch, rates)) is None:
+    rival = find_batch_rival(batch, rates)
+    if rival is None or any(t.batch == rival and t.stage is not Stage.estimate for t in row.batches):
         return []
     text = f"#1 may be faster with batch={rival}: {rates[rival]:,.0f} tokens/s/chip by estimate, which may be off by "
     text += f"{percent_text(BATCH_ERROR)}. Before you decide, compile #1 with batch={rival} too"

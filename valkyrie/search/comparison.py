@@ -323,11 +323,12 @@ class Comparison:
         if self.best is None:
             return f"{compiled}; no layout fits"
         text = f"{compiled}; the fastest{' so far' if self.untried else ''} is {self.best}"
-        rival = next((row for row in self._rows() if row.status is None and row.same_as is None), None)
-        best_s = self.step_s(self.best)
-        if rival is None or rival.step_s is None or best_s is None or rival.step_s > best_s:
-            return text
-        return f"{text}, but {rival.name} is estimated to be faster: {duration_text(rival.step_s)}"
+        best_s = self.step_s(self.best) or 0.0
+        for row in self._rows():
+            is_rival = row.status is None and not row.same_as and not self.estimates[row.name].is_too_large
+            if is_rival and row.step_s and row.step_s < best_s:
+                return f"{text}, but {row.name} is {row.source_text} to be faster: {duration_text(row.step_s)}"
+        return text
 
     def _count_text(self) -> str:
         """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""

@@ -222,11 +222,13 @@ def describe_estimates(
     """
     compiled_programs = {estimates[name].program for name in estimates if name not in uncompiled}
     uncompiled = [name for name in uncompiled if estimates[name].program not in compiled_programs]
-    uncompiled = list({estimates[name].program or name: name for name in reversed(uncompiled)}.values())[::-1]
-    lines, large = [], [name for name in uncompiled if estimates[name].is_too_large]
-    if uncompiled and best is not None and best_s is not None:
-        limit_s = RIVAL_RATIO * best_s
-        rivals = [name for name in uncompiled if name not in large and estimates[name].step_s < limit_s]
+    first_names = dict[str, str]()
+    for name in uncompiled:
+        first_names.setdefault(estimates[name].program or name, name)
+    large = [name for name in first_names.values() if estimates[name].is_too_large]
+    fitting, lines = [name for name in first_names.values() if name not in large], list[str]()
+    if fitting and best is not None and best_s is not None:
+        rivals = [name for name in fitting if estimates[name].step_s < RIVAL_RATIO * best_s]
         lines.append(
             f"only estimated, and may be faster than {best}: {', '.join(rivals)}. Before you decide, repeat the "
             "same call to compile them"

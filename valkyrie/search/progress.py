@@ -40,7 +40,7 @@ class CompileProgress:
         budget, stop_condition = self.request.mode.budget, "on Ctrl-C"
         if budget is not None:
             factor = self.compiled_layouts.budget_factor
-            limit_text = f"{factor * (self.request.budget_s or 0.0):.0f} s"
+            limit_text = f"{factor * (self.request.budget_s or 0.0) / 60:.3g} min"
             longer = "" if factor == 1.0 else f" (after {limit_text} if no layout has a step time by then)"
             stop_condition = f"after mode.budget={budget}{longer}, or on Ctrl-C"
         self.console.print(

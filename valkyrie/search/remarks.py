@@ -85,7 +85,7 @@ def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
 
 
 def describe_placement(run: Run | None) -> list[str]:
-    """Return a line with the estimated cost of the default placement, or [] if a run has no other one or is None."""
+    """Return a line with the estimated cost of the default placement, or [] if the run has it or is None."""
     if run is None or run.config.mesh.placement is None or (chip := run.config.target.chip) is None:
         return []
     mesh = run.config.mesh
@@ -137,15 +137,23 @@ def describe_costs(request: SearchRequest, rows: Sequence[RankedLayout]) -> list
 
 
 def _describe_price_limit(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[str]:
-    """Return a line with the price up to which the chip of the first row stays the cheapest. Empty with one chip."""
+    """Return a line with the price up to which the chip of the first row stays the cheapest.
+
+    Empty with one chip, or if the price is already higher: the first row may be a compiled one, with a cheaper estimate
+    below it.
+    """
     best, chip = rows[0], target_slice(request, rows[0]).chip
     others = [(place, row) for place, row in enumerate(rows, start=1) if target_slice(request, row).chip != chip]
     if not request.ranks_by_price or chip is None or not others:
         return []
     place, rival = min(others, key=lambda pair: pair[1].usd_per_million_tokens or math.inf)
     usd = (chip.usd_per_hour or 0.0) * (rival.usd_per_million_tokens or 0.0) / (best.usd_per_million_tokens or 1.0)
+    if usd <= (chip.usd_per_hour or 0.0):
+        return []
     low_usd = usd * (rival.low_s / rival.step_s) / (best.high_s / best.step_s)
-    low_text = f" (${low_usd:,.2f} at the ends of both intervals)" if best.interval and rival.interval else ""
+    low_text = ""
+    if best.interval and rival.interval:
+        low_text = f", or ${low_usd:,.2f} if #1 is as slow and #{place} as fast as their intervals allow"
     return [
         f"{chip.name} stays the cheapest up to ${usd:,.2f} per chip-hour{low_text}. Above that, #{place} on "
         f"{rival.candidate.target} is cheaper."

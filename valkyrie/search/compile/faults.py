@@ -311,9 +311,9 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
                 if source and dimension is not None and dims not in other_dims_by_line[source]:
                     gather_lines[dimension].add(source)
                     gather_readers[dimension] |= {
-                        find_cause(reader)
-                        for reader, share in _list_readers(instruction, users)
-                        if share == 1 and reader.opcode != "tuple"
+                        find_cause(user)
+                        for user, share in _list_readers(instruction, users)
+                        if share == 1 and user.opcode != "tuple"
                     }
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)

@@ -239,7 +239,7 @@ def _describe_data_parallel(facts: _Facts, part: StepPart) -> str:
     is_divisible = batch_dimensions and all(
         axis not in axes and length % (program.count_parts(axes) * size) == 0 for length, axes in batch_dimensions
     )
-    axis_bytes = sum(entry.bytes for entry in traffic.bytes_by_mesh_axes if axis in entry.mesh_axes)
+    axis_bytes = sum(entry.bytes for entry in traffic.bytes_by_mesh_axes if entry.mesh_axes == part.mesh_axes)
     max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(argument.shape.bytes for argument in state)
     needs, usable = program.memory.required, program.memory.usable
     if (

@@ -174,14 +174,15 @@ class Ranking:
     def __iter__(self) -> Iterator[EstimatedLayout]:
         """Yield layouts from the fastest to the slowest, without duplicates.
 
-        Layouts are duplicates if they have the same target, step time, memory, microbatches and batch.
+        Layouts are duplicates if they have the same target, step time, memory, microbatches, batch and model settings.
         """
         seen: set[tuple[object, ...]] = set()
         for group_index, layout_index in self.order:
             e = self.estimates[group_index]
             layout = EstimatedLayout(e.group, layout_index, e.remat, e.times, e.memory)
             microbatches = int(e.group.candidates.microbatches[layout_index])
-            key = (e.group.target.name, round(layout.step_s, 7), layout.peak_bytes, microbatches, layout.batch)
+            settings, sizes = e.group.settings.overrides, (round(layout.step_s, 7), layout.peak_bytes)
+            key = (e.group.target.name, *sizes, microbatches, layout.batch, settings)
             if key not in seen:
                 seen.add(key)
                 yield layout

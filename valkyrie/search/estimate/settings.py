@@ -56,11 +56,15 @@ def find_settings(run: Run, keys: Collection[str], vary: Mapping[str, Sequence[A
     Raises:
         ValueError: A key or value in `vary` is invalid, or changes the shapes of parameters.
     """
-    settings = []
+    settings = list[ModelSettings]()
+    for key in ("model.name", "model.family"):
+        if key in vary:
+            raise ValueError(f"mode.vary.{key}: this names a model. Run one search for each model.")
     for values in itertools.product(*vary.values()):
         varied = _compose(run, dict(zip(vary, values, strict=True))) if vary else run
         settings += [_describe(run, changed, axes) for changed, axes in _equivalent_runs(varied, {*keys, *vary})]
-    return sorted(settings, key=lambda each: len(each.overrides))
+    distinct = {(each.overrides, each.axes): each for each in settings}.values()
+    return sorted(distinct, key=lambda each: len(each.overrides))
 
 
 def _equivalent_runs(run: Run, fixed_keys: Collection[str]) -> Iterator[tuple[Run, tuple[str, ...]]]:
@@ -96,7 +100,7 @@ def _compose(run: Run, values: Mapping[str, Any]) -> Run:
     if _shapes(varied) != _shapes(run):
         text = " ".join(f"{key}={override_text(value)}" for key, value in values.items())
         raise ValueError(
-            f"mode.vary: {text} changes the shapes of parameters, so step times do not say which is better. Run one "
+            f"mode.vary: {text} changes the shapes of parameters, so step times cannot rank them. Run one "
             "search for each value."
         )
     return varied
