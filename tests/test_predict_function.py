@@ -240,7 +240,7 @@ def test_the_examples_of_several_shardings_run_as_written(
     assert names["step"](valkyrie.slice("v5e-8"))[0].lower
     compared, found = names["compared"], names["found"]
     assert {*compared.results} == {"dp", "fsdp", "tp"} and all(result.fits for result in compared.results.values())
-    assert {f"data=2,model=4 {name}" for name in compared.results} == {*found.results}
+    assert {f"{name} on mesh data=2 model=4" for name in compared.results} == {*found.results}
     assert all(result.record.compile.cached for result in found.results.values()), "the same programs"
     assert (tmp_path / "search" / "report.html").is_file() and found.best in capsys.readouterr().out
 

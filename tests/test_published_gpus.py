@@ -36,7 +36,7 @@ for pairs in gpus.estimate_by_group(group_rows, published).values():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "min_correlation", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
+    ("group", "min_correlation", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.105)]
 )
 def test_a_group_is_estimated_with_constants_of_the_other_groups(
     group: str, min_correlation: float, error: float

@@ -140,9 +140,13 @@ def test_every_command_composes(
     if "-m" in arguments:
         monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
         fake_outcomes(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
-        ended, sweeps = command("tracking=off", *arguments), (tmp_path / "runs").iterdir()
+        evaluated = ("run-a", "run-b") if "mode=eval" in arguments else ()
+        for name in evaluated:
+            copy_run(finished_run, tmp_path / "runs").rename(tmp_path / "runs" / name)
+        ended = command("tracking=off", *arguments)
+        sweeps = [folder for folder in (tmp_path / "runs").iterdir() if folder.name not in evaluated]
         trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]
-        assert ended.status == 0 and trials.count(Status.ok) >= 8, ended.err
+        assert ended.status == 0 and trials.count(Status.ok) >= (len(evaluated) or 8), ended.err
         return
     copy_run(finished_run, tmp_path / "runs")
     composed = command(*arguments)
