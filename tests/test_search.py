@@ -464,7 +464,7 @@ def test_output_to_a_file_has_a_line_every_30_seconds_and_the_number_of_compiles
     request, console = make_request("mode.budget=3min"), Console(width=200, file=(output := io.StringIO()))
     shown = progress.CompileProgress(request, CompiledLayouts(), console)
     shown.print_start(Path("found"))
-    assert "mode.budget=3min (after 360 s if no layout has a step time by then)" in output.getvalue()
+    assert "mode.budget=3min (after 6 min if no layout has a step time by then)" in output.getvalue()
     assert "70 s: 2 would fit in mode.budget=3min" in output.getvalue() and "mode.compiles=0" not in output.getvalue()
     several = describe_plan(make_request("mode.targets=[v5e-8,v6e-8,v4-8]", "mode.budget=3min"), CompiledLayouts())
     assert "3 slices" in several[1] and "mode.budget=4min" in several[1] and "target=v5e-8" in several[1]
