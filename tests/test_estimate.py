@@ -502,7 +502,9 @@ def test_estimates_of_pipelines_are_close_to_compiled_steps(
     assert estimated / 2**30 == pytest.approx(peak_gib, rel=0.17)
 
 
-@pytest.mark.parametrize(("space", "step_error", "memory_error"), [("long", 0.1, 0.05), ("4 heads", 0.1, 0.05)])
+@pytest.mark.parametrize(
+    ("space", "step_error", "memory_error"), [("long", 0.1, 0.05), ("4 heads", 0.1, 0.05), ("wide", 0.1, 0.03)]
+)
 def test_estimates_of_odd_models_are_close_to_compiled_steps(
     space: str, step_error: float, memory_error: float
 ) -> None:
@@ -513,11 +515,11 @@ def test_estimates_of_odd_models_are_close_to_compiled_steps(
     rows = [row for row in json.loads(COMPILED_FILE.read_text()) if row["space"] == space]
     runs = [compose_row(row["overrides"]) for row in rows]
     estimates = estimate_runs(runs, Efficiency())
-    steps, peaks = ([row[key] for row in rows] for key in ("step_s", "peak"))
+    step_ratios = [e["step"] / row["step_s"] for e, row in zip(estimates, rows, strict=True) if row["step_s"]]
     memory = [MemoryEstimator(run, stack_runs([run])).estimate(run.config.remat).total.item() for run in runs]
-    assert len(rows) == 4
-    assert np.median(np.abs(np.array([entry["step"] for entry in estimates]) / steps - 1)) < step_error
-    assert np.median(np.abs(np.array(memory) / peaks - 1)) < memory_error
+    assert len(step_ratios) >= 3
+    assert np.median(np.abs(np.array(step_ratios) - 1)) < step_error
+    assert np.median(np.abs(np.array(memory) / [row["peak"] for row in rows] - 1)) < memory_error
 
 
 @pytest.mark.parametrize(

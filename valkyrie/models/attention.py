@@ -239,7 +239,10 @@ class Attention(Block):
         return has_kernel and is_wide and self._is_full(context, seq)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
-        """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
+        """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms.
+
+        Compiled steps save one copy of the kernel's output and no inputs of rotation.
+        """
         norm_inputs = int(self.qk_norm and self.is_rotated(context))
         return [
             saved("heads", "head_dim", name="query", product=True),
@@ -248,10 +251,10 @@ class Attention(Block):
             saved("heads", "head_dim", name=ATTENTION_OUTPUT),
             saved("heads", name=ATTENTION_OUTPUT, float32=True),
             saved("embed", name="out", product=True, result=True),
-            saved("heads", "head_dim", count=2),
-            saved("kv_heads", "head_dim", count=2),
+            saved("heads", "head_dim", count=2, saved_ratio=0.5),
+            saved("kv_heads", "head_dim", count=2, saved_ratio=0),
             saved("embed"),
-            saved("embed", count=2, float32=True),
+            saved("embed", count=2, float32=True, saved_ratio=1.25),
             saved("heads", "head_dim", count=norm_inputs, float32=True),
             saved("kv_heads", "head_dim", count=norm_inputs, float32=True),
         ]

@@ -64,10 +64,7 @@ class Weight(NamedTuple):
 
 
 class ActivationSpec(NamedTuple):
-    """Activations that a block saves for its backward pass. The fields are the arguments of `saved`.
-
-    `dims` also includes `batch` and `seq`.
-    """
+    """Activations that a block saves. The fields are the arguments of `saved`; `dims` includes `batch` and `seq`."""
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -77,6 +74,7 @@ class ActivationSpec(NamedTuple):
     result: bool
     needed_for: str | None
     gathered_rows: GatheredRows | None = None
+    saved_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,7 @@ class SavedActivation:
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
             Otherwise None.
         gathered_rows: The rows of all devices along a dispatched axis that a device has, or None.
+        saved_ratio: Arrays that a compiled step saves under `remat=none`, relative to `count`, or None if unknown.
     """
 
     tensor: Tensor
@@ -106,6 +105,7 @@ class SavedActivation:
     never_recomputed: bool = False
     needed_for: str | None = None
     gathered_rows: GatheredRows | None = None
+    saved_ratio: float | None = None
 
 
 def weight(
@@ -136,6 +136,7 @@ def saved(
     result: bool = False,
     needed_for: str | None = None,
     gathered_rows: GatheredRows | None = None,
+    saved_ratio: float | None = None,
 ) -> ActivationSpec:
     """Declare activations of shape (batch, seq, *dims).
 
@@ -149,8 +150,10 @@ def saved(
         result: Whether they are the output of the block. The block's own backward pass does not need them.
         needed_for: See `SavedActivation`.
         gathered_rows: See `SavedActivation`.
+        saved_ratio: See `SavedActivation`.
     """
-    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for, gathered_rows)
+    dims = (BATCH, SEQ, *dims)
+    return ActivationSpec(dims, name, count, float32, product, result, needed_for, gathered_rows, saved_ratio)
 
 
 _EARLIER_NAMES = {
@@ -326,6 +329,7 @@ class Block(ABC):
                 product=s.product,
                 needed_for=needed_for if s.result else s.needed_for,
                 gathered_rows=s.gathered_rows,
+                saved_ratio=s.saved_ratio,
             )
             for s in self.saves(context)
         ]

@@ -30,6 +30,10 @@ class Nonlinearity(Enum):
         return self in (Nonlinearity.swiglu, Nonlinearity.clamped_swiglu, Nonlinearity.geglu)
 
 
+_SAVED_RATIOS = {Nonlinearity.swiglu: 2.0, Nonlinearity.gelu: 2.5}
+"""`saved_ratio` of the hidden activations: compiled steps save six arrays, of which one or two are products."""
+
+
 @dataclass
 class FeedForward(Block):
     """A projection to `mlp` channels, a nonlinearity, and a projection back. Gated variants follow arXiv 2002.05202.
@@ -78,7 +82,7 @@ class FeedForward(Block):
             saved("mlp", name="up", product=True),
             *([saved("mlp", name="gate", product=True)] if self.kind.is_gated else []),
             saved("embed", name="down", product=True, result=True),
-            saved("mlp", count=2),
+            saved("mlp", count=2, saved_ratio=_SAVED_RATIOS.get(self.kind)),
             saved("embed"),
-            saved("embed", count=2, float32=True),
+            saved("embed", count=2, float32=True, saved_ratio=1.25),
         ]

@@ -9,10 +9,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from typing import TYPE_CHECKING
 
 from valkyrie.checksums import digest
 from valkyrie.paths import config_names, read_config
 from valkyrie.problems import Problem, ProblemCode
+
+if TYPE_CHECKING:
+    from valkyrie.models.block import SavedActivation
 
 ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS = "all", "products"
 """Special values of `save`: every activation, or the results of all matrix products outside attention kernels."""
@@ -108,6 +112,24 @@ class RematConfig:
 
 SAVE_EVERYTHING = RematConfig("none", [ALL_ACTIVATIONS])
 """Saves all activations; nothing is recomputed."""
+
+
+def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
+    """Return where an activation is saved under a remat policy.
+
+    An activation that is needed only to recompute a saved one is not saved. One with `never_recomputed` is saved in
+    device memory if the policy does not save it.
+    """
+    location = remat.location(activation.name, product=activation.product)
+    if location is ActivationLocation.nowhere and activation.never_recomputed:
+        return ActivationLocation.device
+    return ActivationLocation.nowhere if is_not_needed(activation, remat) else location
+
+
+def is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
+    """Return whether an activation is needed only to recompute another one, which is saved."""
+    saved_for = activation.needed_for
+    return saved_for is not None and remat.location(saved_for) is not ActivationLocation.nowhere
 
 
 @cache

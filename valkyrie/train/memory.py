@@ -24,7 +24,7 @@ from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation
 from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
-from valkyrie.parallel.remat import ActivationLocation, RematConfig
+from valkyrie.parallel.remat import ActivationLocation, RematConfig, saved_location
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
@@ -199,10 +199,13 @@ class MemoryEstimator:
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
         """Activations that a backward pass may read, with their bytes per device for all microbatches in flight."""
-        microbatches = self.layouts.in_flight_microbatches / self.layouts.stages
-        return [
-            (activation, self._bytes(activation) * microbatches) for activation in self.run.model.saved_activations()
-        ]
+        microbatches, sequences = self.layouts.in_flight_microbatches / self.layouts.stages, self._local_sequences
+        pairs = []
+        for activation in self.run.model.saved_activations():
+            ratio = 1 if activation.saved_ratio is None else activation.saved_ratio
+            rows = self.layouts.head_row_shards(activation.tensor.axes, sequences)
+            pairs.append((activation, self._bytes(activation) * ratio * microbatches / rows))
+        return pairs
 
     @cached_property
     def gathered_bytes(self) -> np.ndarray:
@@ -254,7 +257,8 @@ class MemoryEstimator:
         for activation, bytes_ in self.activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
-                unnamed_total = unnamed_total + (bytes_ if activation.name is None else 0.0)
+                is_counted = activation.name is not None or activation.saved_ratio is not None
+                unnamed_total = unnamed_total + (0.0 if is_counted else bytes_)
         gathered_activations, gathered_group_bytes = self._gathered_activations
         for activation, bytes_ in gathered_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
@@ -473,24 +477,6 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
     )
-
-
-def saved_location(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
-    """Return where an activation is saved under a remat policy.
-
-    An activation that is needed only to recompute a saved one is not saved. One with `never_recomputed` is saved in
-    device memory if the policy does not save it.
-    """
-    location = remat.location(activation.name, product=activation.product)
-    if location is ActivationLocation.nowhere and activation.never_recomputed:
-        return ActivationLocation.device
-    return ActivationLocation.nowhere if is_not_needed(activation, remat) else location
-
-
-def is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
-    """Return whether an activation is needed only to recompute another one, which is saved."""
-    saved_for = activation.needed_for
-    return saved_for is not None and remat.location(saved_for) is not ActivationLocation.nowhere
 
 
 @cache

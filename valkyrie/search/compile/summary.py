@@ -14,7 +14,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.models import is_dense_transformer
 from valkyrie.models.stack import Stack
-from valkyrie.parallel.remat import ActivationLocation
+from valkyrie.parallel.remat import ActivationLocation, is_not_needed, saved_location
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.correction import step_interval
@@ -32,9 +32,7 @@ from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.train.memory import (
     MemoryEstimator,
     accumulated_gradients,
-    is_not_needed,
     saved_bytes,
-    saved_location,
     to_candidates,
 )
 from valkyrie.units import GIB

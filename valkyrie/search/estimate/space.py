@@ -33,11 +33,10 @@ from valkyrie.parallel.partition import (
     split_pattern,
 )
 from valkyrie.parallel.placement import SLICE_AXIS
-from valkyrie.parallel.remat import RematConfig
+from valkyrie.parallel.remat import RematConfig, saved_location
 from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, format_alternatives
 from valkyrie.search.estimate.links import axis_links, slice_axis_links
 from valkyrie.search.estimate.settings import ModelSettings
-from valkyrie.train.memory import saved_location
 
 MAX_MICROBATCHES = 128
 """Largest number of microbatches to try in a pipeline. With 4 stages, the bubble is then 2.3% of a step."""
