@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from inspect import get_annotations, getsourcefile
 from typing import Any, get_args, get_type_hints
 
@@ -369,24 +370,29 @@ def drop_foreign_keys(values: DictConfig, group: str) -> None:
         values[group] = valid_settings
 
 
-def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
+def nested_value_problems(values: DictConfig, prefix: str = "", value_type: Any = None) -> list[Problem]:
     """Return a problem for each list setting of strings, numbers or booleans with an item that is a list or mapping.
 
-    OmegaConf does not reject such items.
+    OmegaConf does not reject such items. `value_type` is the type of the values of a mapping, or None if unknown.
     """
     config_class, problems = OmegaConf.get_type(values), []
-    hints = get_type_hints(config_class) if is_dataclass(config_class) else {}
+    hints = _field_types(config_class) if is_dataclass(config_class) else dict.fromkeys(map(str, values), value_type)
     for name in values:
         if OmegaConf.is_missing(values, name):
             continue
         key, value = f"{prefix}{name}", values[name]
         if isinstance(value, DictConfig):
-            problems += nested_value_problems(value, f"{key}.")
+            problems += nested_value_problems(value, f"{key}.", next(iter(get_args(hints.get(str(name)))[1:]), None))
         elif isinstance(value, ListConfig) and set(get_args(hints.get(str(name)))) & {str, int, float, bool}:
             items = OmegaConf.to_container(value)
             if isinstance(items, list) and any(isinstance(item, list | dict) for item in items):
                 problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST_TEXT.format(key=key)))
     return problems
+
+
+@cache
+def _field_types(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class)
 
 
 def empty_text_problems(arguments: Iterable[str]) -> Iterator[Problem]:

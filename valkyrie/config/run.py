@@ -21,6 +21,7 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import refusals
 from valkyrie.config.modes import MODES, ModeConfig, Needs
+from valkyrie.config.schema import merge_into_schema
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
@@ -280,9 +281,8 @@ class Run:
                 )
             folders.append(families.user_folder(family))
         try:
-            full_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
+            full_config = merge_into_schema(_run_schema(tuple(classes.items())), composed_config)
             OmegaConf.resolve(full_config)
-            assert isinstance(full_config, DictConfig)
             raise_problems(refusals.unknown_key_problems(full_config) or refusals.nested_value_problems(full_config))
             typed_config = OmegaConf.to_object(full_config)
         except OmegaConfBaseException as error:
@@ -483,7 +483,7 @@ class Run:
 
 @cache
 def _run_schema(classes: tuple[tuple[str, type], ...]) -> DictConfig:
-    """Return the schema of `RunConfig` with these (group, config class) pairs. `OmegaConf.merge` does not modify it.
+    """Return the schema of `RunConfig` with these (group, config class) pairs. It is cached and must not be modified.
 
     Cached, because a report on hundreds of training runs would otherwise spend half its time building schemas.
     """
