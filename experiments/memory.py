@@ -24,7 +24,8 @@ from valkyrie.foreign_errors import parse_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_atomic
-from valkyrie.train.memory import ERRORS_FILES, expected_memory
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.memory_errors import ERRORS_FILES
 from valkyrie.train.program import StepProgram
 
 HERE = Path(__file__).resolve().parent

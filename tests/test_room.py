@@ -24,13 +24,8 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
 from valkyrie.train.devices import Devices, machine_problems
-from valkyrie.train.memory import (
-    ExpectedMemory,
-    MemoryEstimator,
-    expected_memory,
-    memory_estimate_errors,
-    to_candidates,
-)
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, expected_memory, to_candidates
+from valkyrie.train.memory_errors import memory_estimate_errors
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFitError, check_memory_fit, explain_oom, judge_fit
 from valkyrie.train.show import show_run

@@ -38,7 +38,7 @@ from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.train.memory import memory_estimate_errors
+from valkyrie.train.memory_errors import memory_estimate_errors
 from valkyrie.train.options import settings_for_training
 from valkyrie.train.screen import make_console
 from valkyrie.units import percent_text

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,22 +21,18 @@ from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel, layer_blocks
 from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation
 from valkyrie.models.stack import LOSS_SEQUENCES
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, saved_location
 from valkyrie.precision import ACCUMULATOR_DTYPE
-from valkyrie.records import read_record
+from valkyrie.train.memory_errors import UNKNOWN_ERROR, memory_estimate_errors
 
-ERRORS_FILES = tuple(Path(__file__).with_name(name) for name in ("memory.json", "memory_of_pipelines.json"))
-"""Errors of the estimate against the compiler (`MemoryRatios`): of layouts without a pipeline, and of pipelines.
-
-Written by experiments/memory.py.
-"""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
 
-UNKNOWN_ERROR = 2.0
-"""Assumed largest ratio of the memory that a compiler needs to the estimate, on platforms where it was not measured."""
+_KERNEL_ARRAYS = ("query", "key", "value", ATTENTION_OUTPUT)
+"""Names of the activations that attention kernels read and write."""
 
 GATHERED_LOGITS = 0.8 / 0.65
 """Memory of the loss relative to that of other layouts if the gradient of the unembedding all-gathers the batch (seven
@@ -86,22 +81,6 @@ class SavedBytes:
     def host_total(self) -> int:
         """Bytes per device saved in host memory, over all activations."""
         return sum(self.host.values())
-
-
-@dataclass(frozen=True)
-class MemoryRatios:
-    """Ratios of the compiler's to the estimated peak memory: the smallest (`low`), the largest (`high`) and the median.
-
-    `layouts` and `models` are the numbers of layouts and models compared. `within_15_percent` is the number of layouts
-    with a ratio between 0.85 and 1.15.
-    """
-
-    layouts: int
-    models: int
-    low: float
-    high: float
-    median: float
-    within_15_percent: int
 
 
 class MemoryEstimator:
@@ -199,13 +178,11 @@ class MemoryEstimator:
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
         """Activations that a backward pass may read, with their bytes per device for all microbatches in flight."""
-        microbatches, sequences = self.layouts.in_flight_microbatches / self.layouts.stages, self._local_sequences
-        pairs = []
-        for activation in self.run.model.saved_activations():
-            ratio = 1 if activation.saved_ratio is None else activation.saved_ratio
-            rows = self.layouts.head_row_shards(activation.tensor.axes, sequences)
-            pairs.append((activation, self._bytes(activation) * ratio * microbatches / rows))
-        return pairs
+        microbatches = self.layouts.in_flight_microbatches / self.layouts.stages
+        return [
+            (activation, self._saved_bytes(activation) * microbatches)
+            for activation in self.run.model.saved_activations()
+        ]
 
     @cached_property
     def gathered_bytes(self) -> np.ndarray:
@@ -277,7 +254,14 @@ class MemoryEstimator:
         gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
-            saved_total, unnamed_total, logits_bytes, group_bytes, named_bytes, gradients, gathered_bytes
+            saved_total,
+            unnamed_total,
+            logits_bytes,
+            group_bytes,
+            self._kernel_bytes,
+            named_bytes,
+            gradients,
+            gathered_bytes,
         )
 
     @cached_property
@@ -351,10 +335,28 @@ class MemoryEstimator:
         """Return the bytes per device of all activations of a group's largest layer, and of the others' named ones."""
         layers = [layer.saved_activations(is_first=False) for layer in group]
         totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
-        named = np.array([sum(self._bytes(a) for a in layer if a.name is not None) for layer in layers])
+        named = np.array([sum(self._saved_bytes(a) for a in layer if a.name is not None) for layer in layers])
         largest = totals.argmax(axis=0)[None]
         others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
         return np.take_along_axis(totals, largest, axis=0)[0], others
+
+    @cached_property
+    def _kernel_bytes(self) -> np.ndarray:
+        """Bytes per device that the attention kernel of a layer reads and writes, or 0 if no layer uses it.
+
+        Splash attention writes its softmax sums to all lanes, in float32. XLA transposes them before it takes one lane.
+        """
+        total = np.zeros(len(self.layouts))
+        lanes = get_platform(self.run.config.target.platform).lanes
+        for group, _ in self.run.model.segments() if isinstance(self.run.model, LayeredModel) else ():
+            for layer in group:
+                if layer.mixer.dense_scores(layer.context, self.run.config.seq):
+                    continue
+                arrays = [a for a in layer.saved_activations(is_first=False) if a.name in _KERNEL_ARRAYS]
+                copies = [2 * lanes if a.tensor.axes[2:] == ("heads",) else 1 for a in arrays]
+                bytes_ = sum(n * self._saved_bytes(a) for n, a in zip(copies, arrays, strict=True))
+                total = np.maximum(total, bytes_)
+        return total
 
     @cached_property
     def _dispatched_bytes(self) -> np.ndarray:
@@ -391,6 +393,12 @@ class MemoryEstimator:
         chunk = loss_chunk * np.maximum(1.0, np.ceil(LOSS_SEQUENCES * layouts.stages / sequences))
         chunk = np.minimum(positions, chunk)
         return np.ceil(positions / chunk) / self._microbatches_per_loss, chunk
+
+    def _saved_bytes(self, activation: SavedActivation) -> np.ndarray:
+        """Return the bytes per device of an activation's arrays that are saved for the backward pass (see `_bytes`)."""
+        ratio = 1 if activation.saved_ratio is None else activation.saved_ratio
+        row_shards = self.layouts.head_row_shards(activation.tensor.axes, self._local_sequences)
+        return self._bytes(activation) * ratio / row_shards
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
@@ -477,9 +485,3 @@ def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
     )
-
-
-@cache
-def memory_estimate_errors(has_pipeline: bool) -> MemoryRatios:
-    """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILES`."""
-    return read_record(MemoryRatios, ERRORS_FILES[has_pipeline])

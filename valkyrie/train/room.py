@@ -19,14 +19,8 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
-from valkyrie.train.memory import (
-    UNKNOWN_ERROR,
-    ExpectedMemory,
-    MemoryRatios,
-    estimated_memory,
-    expected_memory,
-    memory_estimate_errors,
-)
+from valkyrie.train.memory import ExpectedMemory, estimated_memory, expected_memory
+from valkyrie.train.memory_errors import UNKNOWN_ERROR, MemoryRatios, memory_estimate_errors
 from valkyrie.units import GIB, gib_text, memory_text
 
 if TYPE_CHECKING:

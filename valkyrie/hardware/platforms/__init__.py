@@ -198,6 +198,7 @@ class Platform(ABC):
         unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
+        kernel_bytes: Any,
         named_bytes: Any,
         gradient_bytes: Any,
         gathered_bytes: Any,
@@ -211,6 +212,7 @@ class Platform(ABC):
             unnamed_bytes: Part of `saved_bytes` that no remat policy names.
             loss_bytes: Working set of the loss.
             group_bytes: Working set of the largest layer of a group of layers.
+            kernel_bytes: Bytes that the attention kernel of a layer reads and writes.
             named_bytes: Activations of the group's other layers that a remat policy can name.
             gradient_bytes: Bytes of all gradients.
             gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.

@@ -132,6 +132,7 @@ class Tpu(Platform):
         unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
+        kernel_bytes: Any,
         named_bytes: Any,
         gradient_bytes: Any,
         gathered_bytes: Any,
@@ -145,7 +146,7 @@ class Tpu(Platform):
 
         loss_peak, backward_peak = (
             LOSS_FACTOR * loss_bytes,
-            gradient_bytes + GROUP_FACTOR * group_bytes + named_bytes + gathered_bytes,
+            gradient_bytes + np.maximum(GROUP_FACTOR * group_bytes, kernel_bytes) + named_bytes + gathered_bytes,
         )
         return saved_bytes + UNNAMED_FACTOR * unnamed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
 
