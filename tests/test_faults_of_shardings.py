@@ -138,8 +138,15 @@ def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: Partition
     program = compile_program(mesh, *language_model(mesh, weights, constraint))
     assert find_faults(program) == ()
     # With fsdp, XLA gathers the token ids for the embedding. They are small, but each fake wait takes 1 s.
-    costs = find_faults(with_waits(program))
+    waiting = with_waits(program)
+    costs = find_faults(waiting)
     assert [fault for fault in costs if (fault.bytes or math.inf) > BATCH * SEQ * 4] == []
+    # Each device looks up all tokens in its part of the table. The lookups would not be faster with split tokens.
+    assert program.module is not None and program.module.entry is not None and waiting.replay is not None
+    causes = {find_cause(i) for i in program.module.entry.instructions}
+    totals = [OpTotals(PartKind.memory, (), *cause, 1.0, 1.0) for cause in causes]
+    computing = replace(waiting, replay=replace(waiting.replay, costs=totals))
+    assert [fault.seconds for fault in find_faults(computing)] == [fault.seconds for fault in costs]
     assert all(ratio == pytest.approx(1.0, rel=0.01) for ratio in program.flops_ratios.values())
 
 

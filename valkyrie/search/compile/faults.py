@@ -310,11 +310,13 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
                 dimension = batch_dims_by_line[source].get(dims)
                 if source and dimension is not None and dims not in other_dims_by_line[source]:
                     gather_lines[dimension].add(source)
-                    gather_readers[dimension] |= {
-                        find_cause(user)
-                        for user, share in _list_readers(instruction, users)
-                        if share == 1 and user.opcode != "tuple"
-                    }
+                    # Token ids are gathered to look them up in a table split over features, which repeats no work.
+                    if result.dtype[0] not in "su":
+                        gather_readers[dimension] |= {
+                            find_cause(user)
+                            for user, share in _list_readers(instruction, users)
+                            if share == 1 and user.opcode != "tuple"
+                        }
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)
             elif instruction.opcode == "all-reduce" and not instruction.shape.tuple_shapes:
