@@ -5,6 +5,7 @@ Tests compose thousands of runs. Hydra loads about 40 configs for each, and merg
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 from functools import cache, lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
-from omegaconf import flag_override
+from omegaconf import OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.config.compose import FAMILIES, SCHEMAS_BY_PATH, ValkyrieSource, register
@@ -77,14 +78,23 @@ def _read_configs_once() -> None:
             loaded_configs[key].version = key
         return loaded_configs[key]
 
+    def load_part(loader: Any, default: Any, repo: Any) -> Any:
+        loaded = copy.copy(load_single(loader, default, repo))
+        key = getattr(default, "only_key", None)
+        if key is None or OmegaConf.get_type(loaded.config) is not dict:
+            loaded.config = copy.deepcopy(loaded.config)  # merging modifies it
+        else:
+            loaded.config = OmegaConf.masked_copy(loaded.config, [k for k in loaded.config if k == key])
+        return loaded
+
     def load_copy(loader: Any, default: Any, repo: Any) -> Any:
         version = getattr(repo.load_config(default.config_path), "version", None)
         if version is None:
-            return load_single(loader, default, repo)
-        key = (version, default.package, default.primary)
+            return load_part(loader, default, repo)
+        key = (version, default.package, default.primary, getattr(default, "only_key", None))
         if key not in packaged_configs:
-            packaged_configs[key] = pickle.dumps(load_single(loader, default, repo))
-        return pickle.loads(packaged_configs[key])  # merging modifies it
+            packaged_configs[key] = pickle.dumps(load_part(loader, default, repo))
+        return pickle.loads(packaged_configs[key])
 
     ConfigRepository.load_config = load_config
     ConfigLoaderImpl._load_single_config = load_copy
@@ -112,8 +122,8 @@ def _find_version(source: Any, path: str) -> object:
 def _merge_groups_once() -> None:
     """Patch Hydra to merge equal configs of a group once. Overrides of values are applied to a copy.
 
-    Configs of one group do not change another, so the groups of a run are merged separately, each with the configs that
-    may set any key, such as an experiment.
+    Configs of one group do not change another, so the groups of a run are merged separately, each with its part of the
+    configs that may set any key, such as an experiment. The keys that have no group are merged with the group `hydra`.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
@@ -121,12 +131,10 @@ def _merge_groups_once() -> None:
     merged_configs, merged_groups = dict[Any, bytes](), dict[Any, bytes]()
 
     def merge_group(loader: Any, defaults: list[Any], versions: list[object], repo: Any, group: str) -> Any:
-        parts = [
-            i for i, d in enumerate(defaults) if _group(d) in ("", group) or d.config_path == "hydra/config"
-        ]  # train.yaml sets keys of hydra/config
+        parts = [i for i, default in enumerate(defaults) if _group(default) in ("", group)]
         key = (group, *(versions[i] for i in parts))
         if key not in merged_groups:
-            merged = merge(loader, [defaults[i] for i in parts], repo)
+            merged = merge(loader, [_select_key(defaults[i], group) for i in parts], repo)
             node = merged if group == "hydra" else merged._get_node(group)
             node._set_parent(None)  # pickles the group alone
             merged_groups[key] = pickle.dumps(node)
@@ -140,7 +148,7 @@ def _merge_groups_once() -> None:
         key = tuple(versions)
         if key not in merged_configs:
             try:
-                config = merge_group(loader, defaults, versions, repo, "hydra")  # with all keys that have no group
+                config = merge_group(loader, defaults, versions, repo, "hydra")
                 with flag_override(config, "no_deepcopy_set_nodes", True):
                     for group in dict.fromkeys(map(_group, defaults)):
                         if group not in ("", "hydra"):
@@ -156,6 +164,13 @@ def _merge_groups_once() -> None:
 def _group(default: Any) -> str:
     """Return the first part of the package of an entry of a defaults list. Empty if the config may set any key."""
     return (default.package or "").partition(".")[0]
+
+
+def _select_key(default: Any, group: str) -> Any:
+    """Return a copy of an entry of a defaults list that loads one group only. Does nothing for the group `hydra`."""
+    part = copy.copy(default)
+    part.only_key = None if group == "hydra" else group
+    return part
 
 
 def _describe(default: Any, loaded: Any) -> object:

@@ -61,7 +61,7 @@ class Families:
 
     def names(self) -> list[str]:
         """Return the names of the families that ship with Valkyrie."""
-        return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
+        return list(_shipped_families(self.package))
 
     def user_names(self) -> list[str]:
         """Return the names of the user's families: those with `NAME_schema` in the defaults list of a user's YAML."""
@@ -355,6 +355,11 @@ def refuse_earlier_names(cls: type, names: Mapping[str, str]) -> None:
     for earlier_name, name in names.items():
         if earlier_name in vars(cls) and "ClassVar" in str(annotations.get(earlier_name, "ClassVar")):
             raise ValueError(f"{cls.__qualname__} defines {earlier_name}, which is now called {name}")
+
+
+@cache
+def _shipped_families(package: str) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in iter_modules(import_module(package).__path__)))
 
 
 @cache

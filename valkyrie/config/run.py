@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,7 @@ class Run:
                 )
             folders.append(families.user_folder(family))
         try:
-            full_config = merge_into_schema(_run_schema(tuple(classes.items())), composed_config)
+            full_config = merge_into_schema(RunConfig, classes, composed_config)
             OmegaConf.resolve(full_config)
             raise_problems(refusals.unknown_key_problems(full_config) or refusals.nested_value_problems(full_config))
             typed_config = OmegaConf.to_object(full_config)
@@ -479,15 +479,3 @@ class Run:
             )
             problems.append(Problem(ProblemCode.unsupported, "microbatches", c.microbatches, text))
         return problems
-
-
-@cache
-def _run_schema(classes: tuple[tuple[str, type], ...]) -> DictConfig:
-    """Return the schema of `RunConfig` with these (group, config class) pairs. It is cached and must not be modified.
-
-    Cached, because a report on hundreds of training runs would otherwise spend half its time building schemas.
-    """
-    schema = OmegaConf.structured(RunConfig)
-    for group, config_class in classes:
-        schema[group] = OmegaConf.structured(config_class)
-    return schema
