@@ -188,6 +188,7 @@ def test_a_constraint_that_replicates_the_batch_is_named_as_the_cause(scanned: b
     assert file == __file__ and "with_sharding_constraint(h" in linecache.getline(file, int(line))
     causes, consequences = fault.text.split("each device computes")[0].split("replicates it")
     assert f":{line}" in causes and f":{int(line) + 1}" in consequences and f":{line}" in fault.remedy
+    assert "over another dimension" in fault.text, "the products have 2 or 2.75 times their FLOPs, not 8 times"
 
 
 def test_a_constraint_in_a_helper_is_named_by_the_line_that_calls_the_helper() -> None:
@@ -357,6 +358,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
         ({"wait_s": 0.2}, False),
         ({"peak": 9 * GIB}, False),  # twice that does not fit
         ({"data_bytes": 8e8}, False),  # grows to 1.6 GB
+        ({"moments": 2**27}, True),  # 1 GB, which no collective sends
         ({"weights": PartitionSpec("data")}, False),
         ({"batch": PartitionSpec(("data", "model"))}, False),
         ({"batch": PartitionSpec(None, "data")}, True),  # 24 tokens in 8 parts
@@ -368,10 +370,15 @@ def test_a_wait_for_split_weights_suggests_to_split_the_batch_if_it_fits(
 ) -> None:
     values = {"axes": {"data": 4, "model": 2}, "weights": PartitionSpec(None, "model"), "batch": DATA} | change
     mesh = cpu_mesh(**values["axes"])
-    step, arguments = language_model(mesh, values["weights"], batch=values["batch"])
+    model_step, (parameters, tokens) = language_model(mesh, values["weights"], batch=values["batch"])
+
+    def step(parameters: Any, moments: jax.Array, tokens: jax.Array) -> Any:
+        return (*model_step(parameters, tokens), 0.9 * moments)
+
+    arguments = parameters, struct(mesh, (2, values.get("moments", 2)), PartitionSpec()), tokens
     memory = MemoryReport(peak=int(values.get("peak", GIB)), usable=int(16 * GIB))
     program = PartitionedProgram(
-        UnpartitionedProgram.from_lowered(step.lower(*arguments)), None, dict(mesh.shape), None, memory
+        UnpartitionedProgram.from_lowered(jax.jit(step).lower(*arguments)), None, dict(mesh.shape), None, memory
     )
     bytes_by_axes = {"data": values.get("data_bytes", 1e7), "model": 9e8}
     prediction = Prediction(

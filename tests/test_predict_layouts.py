@@ -106,6 +106,10 @@ def test_layouts_are_ranked_and_printed():
     assert comparison._repr_html_().startswith("<iframe") and "best: fast" in repr(comparison)
     page = comparison._page()
     assert "<h1>Fastest of 3 compiled layouts (of 4)" in page and "a quarter" in page and "What to change" not in page
+    page = comparison["slow"]._repr_html_()
+    advice, _, report = page.partition("memory per device at the peak")
+    assert advice.index("Faults in the sharding") < advice.index("an axis is unused") < advice.index("a quarter")
+    assert "an axis is unused" not in report, "the report does not repeat it"
     assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 
 

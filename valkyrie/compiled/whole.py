@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.helpers import find_helper_lines, skip_helper_lines
@@ -25,6 +26,9 @@ _AXIS_PATTERN = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 _NO_MARKS: frozenset[int] = frozenset()
 _MAX_PASSES = 4
 """Maximum number of passes over the body of a loop. Passes end earlier if the marks of its carry no longer change."""
+
+_MIXING = ("dot", "convolution", "gather", "reduce", "custom-call")
+"""Operations that do more than combine or rearrange elements."""
 
 AxisPart = tuple[str, int | None]
 """A mesh axis and the size of a part of it, or None for the whole axis."""
@@ -129,6 +133,15 @@ class UnpartitionedProgram:
                 *(m for array in arrays for m in self._array_marks(array))
             )
         return [replications[number] for number in sorted(numbers, reverse=True)]
+
+    @cached_property
+    def weights(self) -> list[Argument]:
+        """State that enters products, reductions or kernels, such as weights, but not moments of gradients.
+
+        State that is only combined with other arrays element by element does not count.
+        """
+        names = _WeightTracer(self.module, self.arguments).names
+        return [argument for argument in self.arguments if argument.name in names]
 
     def skip_helpers(self, module: Module) -> None:
         """Change the sources of the compiled module in the same way as those of this program."""
@@ -368,6 +381,31 @@ class _Tracer:
             first, second = (marks[d] if marks else _NO_MARKS for marks, d in zip(array_marks, (a, b), strict=False))
             if not first & second:
                 self._contracted_candidates |= first | second
+
+
+class _WeightTracer(_Tracer):
+    """Follows state through a program, and collects in `names` the arguments that an operation of `_MIXING` reads.
+
+    All dimensions of an array have the marks of all arguments that it is computed from.
+    """
+
+    def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
+        self.names: set[str] = set()
+        super().__init__(module, [replace(argument, is_state=not argument.is_state) for argument in arguments])
+
+    def _create_marks(self, name: str, dims: Sequence[int], mesh_axes: Sequence[tuple[str, ...]]) -> Marks:
+        self._candidates.append(BatchDimension(name, 0, ()))
+        return (frozenset({len(self._candidates) - 1}),) * len(dims)
+
+    def _constrained_marks(self, instruction: Instruction, marks: Any) -> Any:
+        return marks
+
+    def _array_marks(self, instruction: Instruction, operand_marks: Sequence[Any]) -> Marks | None:
+        marks = frozenset[int]().union(*(m for array in operand_marks if isinstance(array, tuple) for m in array))
+        if instruction.opcode not in _MIXING:
+            return (marks,) * len(instruction.shape.leaves[0].dims) if marks else None
+        self.names |= {self._candidates[number].argument for number in marks}
+        return None
 
 
 def _argument_name(instruction: Instruction) -> str:

@@ -19,6 +19,7 @@ from valkyrie.report.page import read_asset, template_environment
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
+from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus, Hint, HintCode, Measurement, Prediction
 from valkyrie.search.compile.show import print_record
 from valkyrie.units import duration_text, memory_text, percent_text
@@ -77,10 +78,10 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
 
     `spans` are the spans of the timeline. If there are none, the page has no drawing.
     """
-    hints: tuple[Hint, ...] = ()
+    faults, hints = tuple[Fault, ...](), tuple[Hint, ...]()
     if isinstance(record, Prediction):
-        hints, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
-    print_record(record, console := _Recorder())
+        faults, hints = record.faults, record.hints
+    print_record(_without_advice(record), console := _Recorder())
     step_timeline = make_timeline([dict(event) for event in trace_events(spans, title)])
     return (
         template_environment()
@@ -89,6 +90,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
             title=title,
             subject=console.blocks[0],
             step_numbers=big_numbers(record),
+            faults=faults,
             hints=[hint.text for hint in hints],
             hints_title=_hints_title(hints),
             blocks=console.blocks[1:],
@@ -121,11 +123,11 @@ def comparison_page(
         best: Label of the best prediction, such as `fastest`, and its name, or None if none fits.
     """
     label, best_name = best
-    details, hints = list[str | TextTable](), tuple[Hint, ...]()
+    details, faults, hints = list[str | TextTable](), tuple[Fault, ...](), tuple[Hint, ...]()
     numbers = [BigNumber(label, best_name or ("none fits" if records else "none compiled"))]
     if best_name is not None:
-        print_record(replace(records[best_name], hints=()), console := _Recorder())
-        details, hints = console.blocks[1:], records[best_name].hints
+        print_record(_without_advice(records[best_name]), console := _Recorder())
+        details, faults, hints = console.blocks[1:], records[best_name].faults, records[best_name].hints
         numbers = [*numbers, *big_numbers(records[best_name])]
     return (
         template_environment()
@@ -134,6 +136,7 @@ def comparison_page(
             title=title,
             subject=subject,
             step_numbers=numbers,
+            faults=faults,
             hints=[hint.text for hint in hints],
             hints_title=_hints_title(hints),
             blocks=[_text_table(table), *lines],
@@ -146,6 +149,11 @@ def comparison_page(
     )
 
 
+def _without_advice(record: Prediction | Measurement) -> Prediction | Measurement:
+    """Return a record without faults and hints, which pages show in sections above the report."""
+    return replace(record, faults=(), hints=()) if isinstance(record, Prediction) else record
+
+
 def _hints_title(hints: Sequence[Hint]) -> str:
     """Return the heading of the hints. Hints on exposed communication and on the largest part may suggest nothing."""
     without_change = (HintCode.exposed, HintCode.largest_part)
@@ -154,7 +162,7 @@ def _hints_title(hints: Sequence[Hint]) -> str:
 
 
 def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
-    """Return the numbers shown in large print: step time, speed, waiting and memory. Omits unknown ones."""
+    """Return the numbers in large print: step time, speed, waiting, faults and memory. Omits those that are unknown."""
     numbers, step, memory_report = [], record.step, record.memory
     if step is not None:
         interval = getattr(step, "interval", None)
@@ -166,6 +174,11 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
         if isinstance(record, Prediction) and record.parts:
             share = sum_seconds(record.parts, PartKind.exposed) / step.step_s
             numbers.append(BigNumber("waiting for communication", percent_text(share), "of the step"))
+    if isinstance(record, Prediction) and record.faults:
+        seconds = record.faults[0].seconds  # of the most expensive one
+        subject = "it costs" if len(record.faults) == 1 else "the largest costs"
+        cost = "" if seconds is None else f"{subject} about {duration_text(seconds)}"
+        numbers.append(BigNumber("faults in the sharding", str(len(record.faults)), cost))
     if memory_report is not None and memory_report.required is not None:
         verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"
         usable = "" if memory_report.usable is None else f"{verdict}: {memory_text(memory_report.usable)} usable"

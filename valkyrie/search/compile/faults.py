@@ -6,6 +6,7 @@ Each fault has a remedy and, if known, its mesh axes, source line and cost. Faul
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -176,8 +177,8 @@ def _whole_batch_fault(
 ) -> Fault:
     first = next(p.instruction for p in program.unpartitioned_products if p.instruction in matched_products)
     consequence = (
-        f"each device computes the whole batch of {dimension.size:,}{_describe_ratio(program)} This costs about "
-        f"{duration_text(seconds)} of the {duration_text(program.step_s)} step."
+        f"each device computes the whole batch of {dimension.size:,}{_describe_ratio(program, dimension, lines)} "
+        f"This costs about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
     split = f"The batch is split over {format_axes(program, dimension.mesh_axes)} in {dimension.argument}"
     if constraints:
@@ -203,13 +204,21 @@ def _whole_batch_fault(
     return Fault(FaultCode.whole_batch, text, remedy, find_origin(first).source, dimension.mesh_axes, seconds)
 
 
-def _describe_ratio(program: PartitionedProgram) -> str:
+def _describe_ratio(program: PartitionedProgram, dimension: BatchDimension, lines: set[str]) -> str:
+    """Return the end of a sentence about products of a whole batch: how often they repeat FLOPs."""
     whole_flops = sum(product.flops for product in program.unpartitioned_products)
     local_flops = sum(product.flops for product in program.local_products)
     ratio = program.device_count * local_flops / whole_flops if whole_flops else 1.0
     if ratio < 1.05:
         return " with its part of the weights. No product is computed twice, but the devices exchange activations."
-    return f". The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
+    compute = f"compute {ratio:.1f} times the FLOPs of one copy of the program"
+    repeats = statistics.fmean(program.flops_ratios.get(line, 1.0) for line in lines)
+    if repeats < (1 + program.count_parts(dimension.mesh_axes)) / 2:
+        return (
+            " with a part of the weights. XLA splits most of these products over another dimension: the devices "
+            f"together {compute}, and exchange activations."
+        )
+    return f". The devices together {compute}."
 
 
 def _find_unused_axes(program: PartitionedProgram) -> Iterator[Fault]:

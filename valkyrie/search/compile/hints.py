@@ -222,7 +222,7 @@ def _describe_data_parallel(facts: _Facts, part: StepPart) -> str:
     """Suggest splitting the batch of a program, instead of weights, over the mesh axis of a wait.
 
     Empty if this may not fit or not send much less. The bounds assume that all arrays, and all bytes sent over other
-    axes, grow by the size of the axis, and that gradients are as large as all state.
+    axes, grow by the size of the axis, and that all-reduces of gradients send twice the bytes of the weights.
     """
     program, traffic = facts.program, facts.prediction.communication
     if program is None or traffic is None or traffic.bytes is None or len(part.mesh_axes) != 1:
@@ -240,7 +240,9 @@ def _describe_data_parallel(facts: _Facts, part: StepPart) -> str:
         axis not in axes and length % (program.count_parts(axes) * size) == 0 for length, axes in batch_dimensions
     )
     axis_bytes = sum(entry.bytes for entry in traffic.bytes_by_mesh_axes if entry.mesh_axes == part.mesh_axes)
-    max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(argument.shape.bytes for argument in state)
+    max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(
+        argument.shape.bytes for argument in program.unpartitioned.weights
+    )
     needs, usable = program.memory.required, program.memory.usable
     if (
         part.seconds < MIN_DATA_PARALLEL_SHARE * facts.step.step_s
