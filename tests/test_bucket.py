@@ -50,6 +50,7 @@ def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     assert run_train("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     folder_override = f"checkpoint.folder={tmp_path / 'shared'}"
     assert run_train(*tiny_arguments(tmp_path / "runs", "steps=2", folder_override)) == 0

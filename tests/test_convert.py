@@ -37,7 +37,7 @@ GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
 CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
 CASES += ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "llama4", "deepseek_v2"]
 CASES += ["deepseek_v2_yarn", "deepseek_v2_groups", "deepseek_v3"]
-DEFAULT_CASES = ["llama3", "gpt2", "gpt_oss", "llama4", "deepseek_v3"]
+DEFAULT_CASES = ["llama3", "gpt2", "gpt_oss", "deepseek_v3"]
 VOCAB = 300
 LLAMA4_SLIDING = ["model=llama4_tiny", "model.attention.window_kind=sliding", "model.attention.windows=[null]"]
 YARN = ["model=deepseek_tiny", "model.attention.yarn.factor=4", "model.attention.yarn.mscale_all_dim=0"]

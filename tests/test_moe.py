@@ -366,8 +366,7 @@ LIMITED_LAYOUTS = [
 ]
 """Layouts with limited buffers, large enough that these steps drop nothing."""
 LAYOUTS += LIMITED_LAYOUTS
-MICROBATCHES = ("sorted", "mesh=2x1x2", "partition=fsdp_ep", "microbatches=2", "remat=full")
-QUICK_LAYOUTS = [MICROBATCHES, LAYOUTS[6]]
+QUICK_LAYOUTS = [("exchanged", "partition=fsdp_ep")]
 BALANCE_SETTINGS = ("model.moe.selection_bias=true", "model.moe.router=sigmoid", "optimizer.balance_rate=0.25")
 
 

@@ -62,7 +62,7 @@ def assert_same_run(actual_run: Path, expected_run: Path) -> None:
     assert_same_bits(saved_arrays(actual_run), saved_arrays(expected_run))
 
 
-@pytest.mark.parametrize("form", mark_slow_except(FORMS, ["microbatches and dropout"]))
+@pytest.mark.parametrize("form", mark_slow_except(FORMS, ["plain"]))
 def test_an_interrupted_run_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:

@@ -121,7 +121,10 @@ def test_clipping_changes_the_output_if_a_state_would_grow():
     assert np.abs(grown - bounded).max() > 1e-3
 
 
-@pytest.mark.parametrize("settings", [{}, {"conjugate_symmetric": False, "discretization": Discretization.bilinear}])
+@pytest.mark.parametrize(
+    "settings",
+    mark_slow_except([{}, {"conjugate_symmetric": False, "discretization": Discretization.bilinear}], [{}]),
+)
 def test_streaming_equals_the_loop(settings):
     module, u = layer(**settings), random_input()
     state, rows = module.init_state(BATCH, SEQ), []
