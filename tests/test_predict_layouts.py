@@ -128,6 +128,9 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     larger_comparison = valkyrie.predict(
         step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12}
     )
+    assert "within 2%" not in str(larger_comparison)
+    near_comparison = valkyrie.predict(step, layouts={"a": (0.1,), "b": (0.1015,), "c": (0.103,)}, slice=SLICE)
+    assert "as fast as a (within 2%): b\n" in str(near_comparison)
     assert larger_comparison.step_s("other") == pytest.approx(0.24) and larger_comparison["other"].step_s == 0.2
     assert "multiplied by 1.200" in str(larger_comparison)
     assert "measured_s= " not in str(larger_comparison), "the ratio is plausible"
@@ -294,6 +297,21 @@ def test_a_search_ends_before_it_would_exceed_its_budget(
     assert "untried" in capsys.readouterr().err, "a script that prints only the best layout warns, too"
 
 
+def test_a_search_reads_cached_programs_after_the_end_of_its_budget(monkeypatch: pytest.MonkeyPatch):
+    def estimate_layouts(layouts: list[ProgramLayout], *more: Any) -> dict[str, ProgramEstimate]:
+        for layout in layouts:
+            layout.is_cached = layout.axes["data"] < 4
+        return {layout.name: ProgramEstimate(dict(layout.axes), 1.0 / layout.axes["data"]) for layout in layouts}
+
+    clock = iter_seconds(60.0)
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(programs, "estimate_layouts", estimate_layouts)
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
+    assert {*search_result.results} == {"mesh data=1 model=8", "mesh data=2 model=4"}
+    assert search_result.untried == ("mesh data=4 model=2", "mesh data=8 model=1")
+
+
 def test_a_search_compiles_the_most_different_layouts_first(monkeypatch: pytest.MonkeyPatch):
     compiled: list[str] = []
 
@@ -370,6 +388,11 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
     assert f"untried: {names['large']}, {names['a']}" in search_result.notes[0]
     assert "estimated" in str(search_result) and "probably slower" in str(search_result)
     assert f"the same program: {names['c']}, {names['same']}" in str(search_result)
+    assert search_result.notes[0].startswith("2 of 4 programs (3 of 5 layouts) were compiled")
+    page = (tmp_path / PAGE_FILE).read_text()
+    assert (
+        "<h1>Fastest of 2 compiled programs (of 4, for 5 layouts)" in page and "(3 of 5 layouts) compiled; the" in page
+    )
     record = read_record(ComparisonRecord, tmp_path / SEARCH_FILE)
     columns = {column.key: column.wandb_value(rows[names["a"]]) for column in comparison_columns(record)}
     assert (
@@ -462,7 +485,11 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     assert all(part in str(search_result) for part in ("2 times the budget", "mesh data=1 model=8", "0 of 4 layouts"))
     assert "longer budget=" in str(search_result), "the same call would compile nothing again"
     page = (tmp_path / PAGE_FILE).read_text()
-    assert "<h1>4 layouts, none compiled" in page and "0 of 4 compiled" in page and "fits" not in repr(search_result)
+    assert (
+        "<h1>4 layouts, none compiled" in page
+        and "0 of 4 layouts compiled" in page
+        and "fits" not in repr(search_result)
+    )
     assert 119 < limits[0] <= 120, "twice the budget until a layout has a step time"
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5

@@ -29,10 +29,12 @@ def test_a_long_lowering_leaves_time_to_estimate_its_program(monkeypatch: pytest
     monkeypatch.setattr(program_order, "lower_on_mesh", lower_slowly)
     monkeypatch.setattr(program_order, "capture_program", lambda *_: object())
     monkeypatch.setattr(program_order, "estimate_programs", estimate)
+    monkeypatch.setattr(program_order, "is_cached", lambda *_: True)
     layouts = [ProgramLayout(name, {"data": 8}, None, lambda: ProgramCall(None)) for name in "ab"]
     estimates = estimate_layouts(layouts, valkyrie.slice("v5e-8"), 0.01, lambda line: None)
     assert limits_s == [program_order.MIN_ESTIMATE_S]
     assert estimates["a"].reason is None and "lowering" in str(estimates["b"].reason)
+    assert [layout.is_cached for layout in layouts] == [True, False], "b was not lowered"
 
 
 def test_layouts_without_an_estimate_are_said_to_be_compiled_last():

@@ -88,12 +88,12 @@ def search(
     sets `resume`.
 
     **A function** `build(mesh, rule)` returns `(jitted, arguments)` or `(jitted, arguments, keywords)`, as for
-    `predict`; without `rules`, it is `build(mesh)`. Each mesh with each rule is a layout, named by both:
-    `fsdp on mesh data=2 model=4`. All are estimated, and compiled in the order of their estimates, or as many as the
-    budget allows. The others are rows with an estimated time. Returns a `Comparison` that ranks them by step
-    time. If `build` raises an error, that layout has the status `failed` and the search continues. Compiled programs
-    come from the cache, so the same call resumes a search that ended or was interrupted. Raises ValueError or TypeError
-    for illegal arguments.
+    `predict`; without `rules`, it is `build(mesh)`. Each mesh with each rule is a layout, named by both: `fsdp on mesh
+    data=2 model=4`. All are estimated, and compiled in the order of their estimates (those in the compile cache first),
+    or as many as the budget allows. The others are rows with an estimated time. Returns a `Comparison` that ranks them
+    by step time. If `build` raises an error, that layout has the status `failed` and the search continues. Compiled
+    programs come from the cache, so the same call resumes a search that ended or was interrupted. Raises ValueError or
+    TypeError for illegal arguments.
 
     Args:
         program: A run, or a function that builds the step for a mesh.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shlex
 import statistics
 import sys
@@ -18,7 +19,7 @@ from valkyrie.runs.columns import FORMATS, Column, terminal_table
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.show import describe_interval
-from valkyrie.units import count_text, duration_text, memory_text
+from valkyrie.units import count_text, duration_text, memory_text, percent_text
 
 if TYPE_CHECKING:
     from valkyrie.results import Result
@@ -299,26 +300,36 @@ class Comparison:
         label = "fastest compiled" if self.untried else "fastest"
         return comparison_page(title, self._subject(), table, self._note_lines(record), records, (label, self.best))
 
-    def _compiled_count(self) -> int:
-        return sum(result.fits is not None for result in self.results.values())
+    @property
+    def _names(self) -> list[str]:
+        return [*self.results, *self.untried]
+
+    @property
+    def _compiled_names(self) -> list[str]:
+        return [name for name, result in self.results.items() if result.fits is not None]
 
     def _title(self) -> str:
-        compiled, layouts = self._compiled_count(), count_text(len(self.results) + len(self.untried), "layout")
+        from valkyrie.search.program_order import count_programs
+
+        compiled, layouts = self._compiled_names, count_text(len(self._names), "layout")
         if not compiled:
             return f"{layouts}, none compiled"
-        total = len(self.results) + len(self.untried)
-        if compiled == total:
+        if len(compiled) == len(self._names):
             return f"Fastest of {layouts}"
-        return f"Fastest of {count_text(compiled, 'compiled layout')} (of {total})"
+        programs = count_programs(compiled, self.estimates), count_programs(self._names, self.estimates)
+        if programs[1] == len(self._names):
+            return f"Fastest of {count_text(len(compiled), 'compiled layout')} (of {len(self._names)})"
+        return f"Fastest of {count_text(programs[0], 'compiled program')} (of {programs[1]}, for {layouts})"
 
     def _subject(self) -> str:
         """Return a line with the number of compiled layouts, the fastest one, and one that is estimated to be faster.
 
-        For example, `2 of 6 compiled; the fastest so far is dp`.
+        For example, `2 of 6 layouts compiled; the fastest so far is dp`.
         """
-        total = len(self.results) + len(self.untried)
-        compiled = f"{self._compiled_count()} of {total} compiled"
-        if not self._compiled_count():
+        from valkyrie.search.program_order import count_compiled
+
+        compiled = f"{count_compiled(self._compiled_names, self._names, self.estimates)} compiled"
+        if not self._compiled_names:
             return f"{compiled}, so none has a step time"
         if self.best is None:
             return f"{compiled}; no layout fits"
@@ -332,8 +343,8 @@ class Comparison:
 
     def _count_text(self) -> str:
         """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""
-        count, total = len(self.results), len(self.results) + len(self.untried)
-        return f"{count} of {count_text(total, 'layout')}" if self.untried else count_text(count, "layout")
+        count = count_text(len(self._names), "layout")
+        return f"{len(self.results)} of {count}" if self.untried else count
 
     def _sort_key(self, name: str) -> tuple[int, float]:
         """Return a sort key: step time if the layout fits, peak memory if it does not, and failed layouts last."""
@@ -412,7 +423,18 @@ class Comparison:
         return [f"{', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
     def _note_lines(self, record: ComparisonRecord) -> list[str]:
-        lines = [*record.notes]
+        from valkyrie.report.words import EQUAL_RATIO
+
+        lines, best_s = [*record.notes], self.step_s(self.best)
+        equal_names = [
+            row.name
+            for row in record.table_rows
+            if row.status is CompileStatus.ok
+            and row.name != self.best
+            and (row.step_s or math.inf) <= EQUAL_RATIO * (best_s or 0.0)
+        ]
+        if equal_names:
+            lines.append(f"as fast as {self.best} (within {percent_text(EQUAL_RATIO - 1)}): {', '.join(equal_names)}")
         faults = {name: _prediction(result).faults for name, result in self.results.items() if result.fits is not None}
         texts = [f"{name}: {', '.join(fault.code.value for fault in found)}" for name, found in faults.items() if found]
         if texts:

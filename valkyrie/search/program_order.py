@@ -8,14 +8,14 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Never
 
 from valkyrie.parallel.slice import Slice
-from valkyrie.search.compile.lowered import capture_program
+from valkyrie.search.compile.lowered import capture_program, is_cached
 from valkyrie.search.compile.partitioner import ProgramEstimate, estimate_programs
-from valkyrie.search.compile.predict import PredictedProgram, lower_on_mesh
+from valkyrie.search.compile.predict import PredictedProgram, lower_on_mesh, option_texts
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.units import count_text
 
@@ -42,6 +42,7 @@ class ProgramLayout:
         build: Returns the call, or raises the error of the function that builds it.
         device_bytes: Bytes of the call's arguments on each device. Infinite if it is not built yet, or if
             building or counting failed.
+        is_cached: Whether the compile cache has its program. False if it is not lowered yet.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ProgramLayout:
     rule: str | None
     build: Callable[[], ProgramCall]
     device_bytes: float = math.inf
+    is_cached: bool = False
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:
@@ -90,6 +92,7 @@ def estimate_layouts(
 ) -> dict[str, ProgramEstimate]:
     """Lower and estimate layouts. Returns their estimates by name, without layouts that raise errors.
 
+    Sets `is_cached` of the layouts.
     Programs with Python callbacks are not estimated. No lowering begins after half of `time_limit_s`. The estimates
     stop after all of it, but take `MIN_ESTIMATE_S` if lowering leaves less.
     """
@@ -107,6 +110,9 @@ def estimate_layouts(
             lowered, _, mesh = lower_on_mesh(call.function, call.arguments, call.keywords, target, call.mesh)
             if lowered is not None and (program := capture_program(lowered, {})) is not None:
                 programs[layout.name] = program, dict(mesh.shape), device_positions(mesh)
+                texts = option_texts(call.options or {}, target)
+                program_to_compile = capture_program(lowered, texts) if texts else program
+                layout.is_cached = program_to_compile is not None and is_cached(program_to_compile, mesh, target)
     if not programs:
         return estimates
     remaining_s = None
@@ -145,10 +151,10 @@ class CompileOrder:
     def pop(self) -> ProgramLayout:
         """Remove and return the layout to compile next.
 
-        This is the one with the shortest estimate (see `_expected_s`), if possible one that may fit. Among layouts
-        without an estimate, it is the one with the fewest tried layouts of its mesh and of its rule, and among these
-        the one with the fewest bytes of arguments per device, because layouts that shard more rarely repeat work and
-        more often fit.
+        This is one in the cache, which costs nothing, or else the one with the shortest estimate (see `_expected_s`),
+        if possible one that may fit. Among layouts without an estimate, it is the one with the fewest tried layouts of
+        its mesh and of its rule, and among these the one with the fewest bytes of arguments per device, because layouts
+        that shard more rarely repeat work and more often fit.
         """
         not_fitting = [name for name, p in self.predicted.items() if p.prediction.status is CompileStatus.does_not_fit]
         peak_limit = min(
@@ -162,7 +168,7 @@ class CompileOrder:
                 return 0, estimate.is_too_large or estimate.peak >= peak_limit, self._expected_s(layout, estimate)
             return 1, meshes[layout.mesh] + rules[layout.rule], layout.device_bytes
 
-        layout = min(self.untried, key=sort_key)
+        layout = min(self.untried, key=lambda layout: (not layout.is_cached, sort_key(layout)))
         self.untried.remove(layout)
         return layout
 
@@ -198,6 +204,23 @@ class CompileOrder:
         """Add the prediction of a compiled layout."""
         self.tried.append(layout)
         self.predicted[layout.name] = predicted
+
+
+def count_compiled(compiled: Collection[str], names: Collection[str], estimates: Mapping[str, ProgramEstimate]) -> str:
+    """Return how many of the layouts `names` are compiled: `2 of 6 layouts`, or `2 of 4 programs (3 of 6 layouts)`.
+
+    The latter if several layouts are the same program.
+    """
+    layouts = f"{len(compiled)} of {count_text(len(names), 'layout')}"
+    program_count = count_programs(names, estimates)
+    if program_count == len(names):
+        return layouts
+    return f"{count_programs(compiled, estimates)} of {count_text(program_count, 'program')} ({layouts})"
+
+
+def count_programs(names: Collection[str], estimates: Mapping[str, ProgramEstimate]) -> int:
+    """Return the number of distinct programs of layouts. Those without an estimate count as distinct."""
+    return len({(name in estimates and estimates[name].program) or name for name in names})
 
 
 def find_equal_names(estimates: Mapping[str, ProgramEstimate], name: str) -> list[str]:

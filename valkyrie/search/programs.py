@@ -35,6 +35,7 @@ from valkyrie.search.compile.runner import Progress
 from valkyrie.search.program_order import (
     CompileOrder,
     ProgramLayout,
+    count_compiled,
     describe_missing,
     estimate_layouts,
 )
@@ -318,9 +319,10 @@ class ProgramSearch:
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds, or None.
         budget_s: Time limit of the search in seconds, or None. The search does not start a compile that would likely
-            exceed the limit, judging by the median so far, and stops a compile that exceeds it. Until a layout has a
-            step time, cached or new, the limit is `FIRST_RESULT_FACTOR` times as long. The search does not stop
-            `build`, the lowering, or a compile in this process (see `predict_function`).
+            exceed the limit, judging by the median so far, and stops a compile that exceeds it. It reads programs in
+            the cache even after the limit. Until a layout has a step time, cached or new, the limit is
+            `FIRST_RESULT_FACTOR` times as long. The search does not stop `build`, the lowering, or a compile in this
+            process (see `predict_function`).
         note: How many layouts were tried and why the search ended, or empty if all were.
         estimate_note: Why layouts were not estimated, or empty if all were.
         estimates: Estimates by name of the layout, once the search has made them.
@@ -368,7 +370,9 @@ class ProgramSearch:
             longer = "" if has_step and durations_s else " with a longer budget="  # it would end with the same compile
             budget_s = math.inf if self.budget_s is None else factor * self.budget_s
             remaining_s = budget_s - (time.monotonic() - search_start)
-            if remaining_s < statistics.median(durations_s or [0.0]):
+            if remaining_s < statistics.median(durations_s or [0.0]) and not any(
+                layout.is_cached for layout in untried
+            ):
                 self._end(f"another compile would likely exceed {limit}", limit, tried, untried, longer)
                 return
             layout = order.pop()
@@ -421,9 +425,12 @@ class ProgramSearch:
     ) -> None:
         """Set `note`. `reason` is why the search ends, and `longer` how to change the call that continues it."""
         steps_s = {name: estimate.step_s or math.inf for name, estimate in self.estimates.items()}
+        compiled = count_compiled(
+            [layout.name for layout in tried], [layout.name for layout in (*tried, *untried)], self.estimates
+        )
         names = sorted([layout.name for layout in untried], key=lambda name: steps_s.get(name, math.inf))
         names = names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], f"{len(names) - _MAX_NAMES} more"]
         self.note = (
-            f"{len(tried)} of {len(tried) + len(untried)} layouts were compiled within {limit}, because {reason}; "
+            f"{compiled} were compiled within {limit}, because {reason}; "
             f"untried: {', '.join(names)}. To continue, repeat the same call{longer}"
         )

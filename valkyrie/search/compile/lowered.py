@@ -237,6 +237,22 @@ def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
     return describe(list(mesh.devices.flat)) == describe(devices)
 
 
+def is_cached(program: LoweredProgram, mesh: jax.sharding.Mesh, target: TargetConfig) -> bool:
+    """Return whether the cache has the compiled program. The arguments are those of `compile_program`."""
+    return read_program(programs_folder() / _make_key(program, mesh, target)[0]) is not None
+
+
+def _make_key(program: LoweredProgram, mesh: jax.sharding.Mesh, target: TargetConfig) -> tuple[str, SourceLocations]:
+    """Return the key of a program in the cache, and its source lines, which are not part of the key."""
+    from valkyrie.search.compile.executable import device_positions
+
+    settings = {name: repr(value) for name, value in program.overrides.items()}
+    settings |= {"options": digest(program.options.hex()), "torus": f"{target.topology} {target.slices}"}
+    text, locations = split_locations(program.text)
+    kind = get_platform(target.platform).describe_device(mesh.devices.flat[0].device_kind, target.chip)
+    return program_key(text, settings, kind, device_positions(mesh)), locations
+
+
 def compile_program(
     program: LoweredProgram,
     mesh: jax.sharding.Mesh,
@@ -261,13 +277,7 @@ def compile_program(
         time_limit_s: Time limit of the child process in seconds, or None for no limit.
         progress: Called about five times a second with a status line.
     """
-    from valkyrie.search.compile.executable import device_positions
-
-    settings = {name: repr(value) for name, value in program.overrides.items()}
-    settings |= {"options": digest(program.options.hex()), "torus": f"{target.topology} {target.slices}"}
-    text, locations = split_locations(program.text)
-    kind = get_platform(target.platform).describe_device(mesh.devices.flat[0].device_kind, target.chip)
-    key = program_key(text, settings, kind, device_positions(mesh))
+    key, locations = _make_key(program, mesh, target)
     folder = programs_folder() / key
     if (record := read_program(folder)) is not None:
         with contextlib.suppress(OSError, RecordError):

@@ -112,7 +112,7 @@ def predict_function(
     start_time = time.perf_counter()
     lowered, compiled, mesh = lower_on_mesh(function, arguments, kwargs, target, mesh, options)
     lower_s = time.perf_counter() - start_time
-    work, texts = work or ProgramWork(), _option_texts(options or {}, target)
+    work, texts = work or ProgramWork(), option_texts(options or {}, target)
     name, axes = (
         work.name or str(getattr(function, "__name__", "") or ""),
         {str(axis): int(size) for axis, size in mesh.shape.items()},
@@ -413,7 +413,7 @@ def is_pmapped(function: object) -> bool:
     return getattr(getattr(function, "lower", None), "__module__", None) == "jax._src.pmap"
 
 
-def _option_texts(options: Mapping[str, Any], target: Slice) -> dict[str, str]:
+def option_texts(options: Mapping[str, Any], target: Slice) -> dict[str, str]:
     """Format compiler options for the compiler of a target, without those that are None.
 
     Raises TypeError if a name is not a string, or a value not a string, boolean or number.
