@@ -423,7 +423,7 @@ def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
     def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (layer(w, x), None), x, None, length=5)[0]
 
-    def recomputed(w: jax.Array, x: jax.Array) -> jax.Array:
+    def recomputed(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.value_and_grad(lambda w: jax.checkpoint(layer)(w, x).sum())(w)
 
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=(PartitionSpec(), DATA), out_specs=DATA)
