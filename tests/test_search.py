@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -72,6 +73,8 @@ from valkyrie.search.compile.prediction import (
     CompiledStep,
     CompileOutcome,
     CompileStatus,
+    Hint,
+    HintCode,
     MemoryReport,
     read_prediction,
 )
@@ -89,6 +92,7 @@ from valkyrie.search.remarks import (
     describe_costs,
     describe_intervals,
     describe_placement,
+    describe_policies,
 )
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import describe_certainty, describe_ties, may_be_better
@@ -354,18 +358,51 @@ def test_options_that_the_compile_of_the_best_layout_has_added_are_in_its_comman
         tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request()).fitting
     }
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
-    monkeypatch.setattr(compiling, "_settings_for_training", lambda folder: ("target.chip.xla_options.xla_saves=true",))
+    options = ("target.chip.xla_options.xla_saves=true",)
+    monkeypatch.setattr(compiling, "_read_compiled", lambda layout, trial, _: CompiledLayout(layout, trial, options))
     finished = search("mode.compiles=2")
     assert finished.answer["options"] == ["target.chip.xla_options.xla_saves=true"]
     assert finished.answer["train"].endswith(" target.chip.xla_options.xla_saves=true")
 
 
-def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) -> None:
-    assert compiling._settings_for_training(tmp_path) == ()
-    prediction = read_prediction(GOLDEN_FOLDER / "compile.json")
+def test_options_to_fit_and_hints_are_read_from_the_record_of_a_compile(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    request = make_request()
+    layout = make_shortlist(request).fitting[0]
+    compiler.steps = {tuple(layout.candidate.overrides): layout.step_s}
+    trial = compiler(compiling.plan_compile(request, layout, tmp_path), lambda: None)
+    assert compiling._read_compiled(layout, trial, tmp_path) == CompiledLayout(layout, trial)
+    prediction, hint = read_prediction(GOLDEN_FOLDER / "compile.json"), Hint(HintCode.save_activation, "Save q.")
     options = (Option("xla_saves", "true", TO_FIT), Option("xla_other", "1", USER))
-    write_record(tmp_path / COMPILE_FILE, replace(prediction, options=options))
-    assert compiling._settings_for_training(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
+    write_record(tmp_path / COMPILE_FILE, replace(prediction, options=options, hints=(hint,)))
+    compiled = compiling._read_compiled(layout, trial, tmp_path)
+    assert compiled.added_options == ("target.chip.xla_options.xla_saves=true",) and compiled.hints == (hint,)
+
+
+def test_remat_policies_outside_the_table_and_the_hint_of_the_compile_are_named(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    request = make_request()
+    shortlist = make_shortlist(request)
+    best = shortlist.fitting[0]
+    hints = (
+        Hint(HintCode.memory_bound, "Use a larger batch."),
+        Hint(HintCode.save_activation, "Save q.", changes=("remat.save=[q]",)),
+    )
+    compiler.steps = {tuple(best.candidate.overrides): best.step_s}
+    trial = compiler(compiling.plan_compile(request, best, tmp_path), lambda: None)
+    compiles = CompiledLayouts([CompiledLayout(best, trial, hints=hints)])
+    rows = rank_layouts(request, shortlist, compiles, 10)
+    assert rows[0].candidate == best.candidate
+    slower_rows = [rows[0].with_step_time(1.2 * rows[0].step_s), *rows[1:]]
+    policies, hint = describe_policies(request, slower_rows, shortlist, compiles)
+    shown = {row.candidate.remat for row in rows if row.candidate.partition == best.candidate.partition}
+    assert "save_dot_except_mlp " in policies and "save_dot_except_mlp" not in shown, "the table has three policies"
+    assert not shown & {*re.findall(r"\w+", policies)}
+    assert "Save q." in hint and "mode=compile" in hint and "remat.save=[q]" in hint and "larger" not in hint
+    assert describe_policies(request, rows, shortlist, compiles) == [hint], "the others are 10% slower by estimate"
+    assert not describe_policies(request, [replace(rows[0], stage=Stage.estimate)], shortlist, compiles)
 
 
 def test_compiles_of_earlier_searches_are_found_in_their_records(
@@ -509,7 +546,10 @@ def test_the_next_compile_is_expected_to_take_the_median_of_those_that_are_not_f
 ) -> None:
     clock, seconds, expected_s = [0.0], [4.0, 89.0, 67.0, 30.0], list[float]()
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(compiling, "_is_cached", lambda folder: len(compiler.plans) == 1)
+    read_compiled = compiling._read_compiled
+    monkeypatch.setattr(
+        compiling, "_read_compiled", lambda *args: replace(read_compiled(*args), cached=len(compiler.plans) == 1)
+    )
     monkeypatch.setattr(correcting, "_common_surprises", lambda *_: {})  # others would be expected to be as slow
 
     def timed(plan: TrialPlan, watch: Callable[[], None]) -> Trial:

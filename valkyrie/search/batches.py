@@ -118,11 +118,12 @@ def explain_batch(row: RankedLayout) -> list[str]:
     if not larger:
         return [f"{head}, the largest that fits."]
     changes = [tried.tokens_per_second_per_chip / row.tokens_per_second_per_chip - 1 for tried in larger]
-    change = f"grow by {percent_text(max(changes))}" if max(changes) > 0 else "do not grow"
+    verb = "grow" if max(changes) > 0 else "fall"
+    change = f"{verb} by {percent_text(abs(max(changes)))}{' or more' if verb == 'fall' and len(larger) > 1 else ''}"
     if all(abs(change) < EQUAL_RATIO - 1 for change in changes):
         change = f"change by less than {percent_text(EQUAL_RATIO - 1)}"
     by_estimate = " by estimate" if all(tried.stage is Stage.estimate for tried in larger) else ""
-    by_estimate += f", which may be off by {percent_text(BATCH_ERROR)}" if by_estimate else ""
+    by_estimate += f" (the ratio of two batches may be off by {percent_text(BATCH_ERROR)})" if by_estimate else ""
     return [f"{head}: from {row.candidate.batch:,} to {larger[-1].batch:,} sequences, tokens/s {change}{by_estimate}."]
 
 

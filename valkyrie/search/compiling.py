@@ -25,7 +25,7 @@ from valkyrie.records import RecordError
 from valkyrie.report.words import EQUAL_RATIO
 from valkyrie.runs.folder import split_flags
 from valkyrie.search import FIRST_RESULT_FACTOR
-from valkyrie.search.compile.prediction import read_prediction
+from valkyrie.search.compile.prediction import Hint, read_prediction
 from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates, normal_chance
 from valkyrie.search.durations import durations_on
 from valkyrie.search.estimate.rank import EstimatedLayout
@@ -65,13 +65,14 @@ class CompiledLayout:
     """A layout with its estimate and the record of its compile.
 
     `added_options` are overrides of compiler options that the compile has added so that the step fits or overlaps.
-    `cached` is whether the program came from the compile cache.
+    `cached` is whether the program came from the compile cache, and `hints` are those of the compile.
     """
 
     estimate: EstimatedLayout
     trial: Trial
     added_options: tuple[str, ...] = ()
     cached: bool = False
+    hints: tuple[Hint, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -270,12 +271,11 @@ def compile_best(
         if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
-        is_cached = _is_cached(plan.trial_folder)
-        if not is_cached and trial.status in (Status.ok, Status.does_not_fit):
+        compiled_layout = _read_compiled(layout, trial, plan.trial_folder)
+        if not compiled_layout.cached and trial.status in (Status.ok, Status.does_not_fit):
             durations_s.append(time.monotonic() - start)
-        options = _settings_for_training(plan.trial_folder)
-        compiled_layouts.layouts.append(CompiledLayout(layout, trial, options, is_cached))
-        on_result(compiled_layouts.layouts[-1], compiled_layouts)
+        compiled_layouts.layouts.append(compiled_layout)
+        on_result(compiled_layout, compiled_layouts)
 
 
 def add_recorded_layouts(
@@ -289,7 +289,7 @@ def add_recorded_layouts(
             continue
         plan = plan_compile(request, layout, folder)
         if trial := settle([plan])[0].get(plan.key):
-            compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_for_training(plan.trial_folder)))
+            compiled_layouts.layouts.append(_read_compiled(layout, trial, plan.trial_folder))
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
@@ -343,17 +343,13 @@ def _describe_budget(request: SearchRequest, compiled_layouts: CompiledLayouts) 
     return f"{'' if factor == 1.0 else f'{factor:g} times '}mode.budget={request.mode.budget}"
 
 
-def _settings_for_training(trial_folder: Path) -> tuple[str, ...]:
-    """Return overrides of options that a compile has added, to fit or to overlap. Empty if it was not compiled."""
+def _read_compiled(layout: EstimatedLayout, trial: Trial, trial_folder: Path) -> CompiledLayout:
+    """Return a compiled layout with the options and hints of the report in the trial's folder, if it has one."""
     with contextlib.suppress(RecordError, OSError):
-        return tuple(settings_for_training(read_prediction(trial_folder / COMPILE_FILE).options))
-    return ()
-
-
-def _is_cached(trial_folder: Path) -> bool:
-    with contextlib.suppress(RecordError, OSError):
-        return bool(read_prediction(trial_folder / COMPILE_FILE).compile.cached)
-    return False
+        prediction = read_prediction(trial_folder / COMPILE_FILE)
+        options = tuple(settings_for_training(prediction.options))
+        return CompiledLayout(layout, trial, options, bool(prediction.compile.cached), prediction.hints)
+    return CompiledLayout(layout, trial)
 
 
 def _pick_next(

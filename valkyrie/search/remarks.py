@@ -16,10 +16,11 @@ from valkyrie.search.answer import compile_command
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.baselines import describe_other_parallelism, find_baselines, format_comparison
 from valkyrie.search.batches import explain_batch
+from valkyrie.search.compile.prediction import HintCode
 from valkyrie.search.compile.show import describe_interval
 from valkyrie.search.compiling import CompiledLayouts, make_compile_run
 from valkyrie.search.estimate.efficiency import chip_efficiency
-from valkyrie.search.estimate.rank import Ranking
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.runs import estimate_runs, suggest_unpadded_heads
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
@@ -44,6 +45,7 @@ def collect_remarks(
     is_estimate = best.stage is Stage.estimate
     best_run = _find_run(request, best, shortlist, compiled_layouts)
     lines = [*describe_choices(request, best), *describe_placement(best_run)]
+    lines += describe_policies(request, rows, shortlist, compiled_layouts)
     lines += [*explain_batch(best), *describe_intervals(request, rows)]
     lines += describe_costs(request, rows)
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
@@ -81,6 +83,45 @@ def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
         lines.append(f"mesh={request.mesh.name} is from the command. Chosen by the search for #1: {' '.join(chosen)}.")
     if not request.search_batch and not keys & {"batch", "batch_tokens", "experiment"}:
         lines.append(f"batch={request.run.config.batch} is the default. To search the batch: batch=auto.")
+    return lines
+
+
+def describe_policies(
+    request: SearchRequest, rows: Sequence[RankedLayout], shortlist: Shortlist, compiled_layouts: CompiledLayouts
+) -> list[str]:
+    """Return lines with other rematerialisation of the best layout that may be faster, if it is compiled.
+
+    One has the policies that are not in the table, which has few rows per mesh and partition. The other has the hint of
+    the compile to save another activation, because a search tries only the shipped policies.
+    """
+    best, lines = rows[0], list[str]()
+    compiled = compiled_layouts.get(best.candidate)
+    if best.stage is not Stage.compile or compiled is None:
+        return lines
+    shown = {replace(row.candidate, batch=None) for row in rows}
+    hidden: dict[str, EstimatedLayout] = {}
+    for layout in shortlist.fitting:
+        candidate = replace(layout.candidate, batch=None)
+        is_variant = replace(candidate, remat=best.candidate.remat) == replace(best.candidate, batch=None)
+        if is_variant and candidate not in shown and compiled_layouts.get(layout.candidate) is None:
+            hidden.setdefault(candidate.remat, layout)
+    best_s, times = compiled.estimate.per_sequence(best.step_s), compiled_layouts.correct([*hidden.values()])
+    ratios = {
+        name: layout.per_sequence(time.step_s) / best_s
+        for (name, layout), time in zip(hidden.items(), times, strict=True)
+        if layout.per_sequence(time.low_s) * EQUAL_RATIO < best_s
+    }
+    if ratios:
+        shortest, longest = f"{min(ratios.values()):.2f}", f"{max(ratios.values()):.2f}"
+        times_text = shortest if shortest == longest else f"{shortest} to {longest}"
+        lines.append(
+            f"Not in the table, and may also be more than {percent_text(EQUAL_RATIO - 1)} faster: #1 with "
+            f"remat={' or '.join(ratios)} (by estimate {times_text} times as long as #1)."
+        )
+    for hint in compiled.hints:
+        if hint.code is HintCode.save_activation:
+            command = compile_command(request, best, hint.changes)
+            lines.append(f"The compile of #1 hints: {hint.text} To compile it: {command}")
     return lines
 
 
