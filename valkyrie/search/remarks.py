@@ -25,7 +25,7 @@ from valkyrie.search.estimate.runs import estimate_runs, suggest_unpadded_heads
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
 from valkyrie.search.shortlist import EQUALLY_FAST_RATIO, Shortlist, describe_chips
-from valkyrie.units import number_text, percent_text
+from valkyrie.units import count_text, number_text, percent_text
 
 
 def collect_remarks(
@@ -44,7 +44,10 @@ def collect_remarks(
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
     best_run = _find_run(request, best, shortlist, compiled_layouts)
-    lines = [*describe_choices(request, best), *describe_placement(best_run)]
+    target = target_slice(request, best)
+    chips = (target.chips or 1) * target.slices
+    lines = [f"#1: {chips * best.tokens_per_second_per_chip:,.0f} tokens/s on {count_text(chips, 'chip')}."]
+    lines += [*describe_choices(request, best), *describe_placement(best_run)]
     lines += describe_policies(request, rows, shortlist, compiled_layouts)
     lines += [*explain_batch(best), *describe_intervals(request, rows)]
     lines += describe_costs(request, rows)
@@ -57,7 +60,6 @@ def collect_remarks(
         lines.append(text)
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
-    target = target_slice(request, best)
     baselines = find_baselines(request, ranking, target, best.candidate)
     for baseline in baselines:
         if baseline.layout is not None and baseline.layout.candidate == best.candidate:
