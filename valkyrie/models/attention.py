@@ -252,7 +252,7 @@ class Attention(Block):
             saved("heads", name=ATTENTION_OUTPUT, float32=True),
             saved("embed", name="out", product=True, result=True),
             saved("heads", "head_dim", count=2, saved_ratio=0.5),
-            saved("kv_heads", "head_dim", count=2, saved_ratio=0),
+            saved("kv_heads", "head_dim", count=2, saved_ratio=0.0),
             saved("embed"),
             saved("embed", count=2, float32=True, saved_ratio=1.25),
             saved("heads", "head_dim", count=norm_inputs, float32=True),

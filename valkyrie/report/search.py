@@ -199,7 +199,7 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
     ]
     caption = (
         "Peak memory per device as a share of the usable memory, by place in the table. Beyond the red line, a layout "
-        "does not fit. Estimates are typically off by 7 to 10%."
+        "does not fit. Estimates are typically off by 2 to 7%."
     )
     return _figure("limits", "Memory against the limit", caption, specs.memory_shares(values), values)
 

@@ -320,7 +320,7 @@ def _find_collectives(program: PartitionedProgram, whole_lines: set[str]) -> Ite
                 if source and dimension is not None and dims not in other_dims_by_line[source]:
                     gather_lines[dimension].add(source)
                     # Token ids are gathered to look them up in a table split over features, which repeats no work.
-                    if result.dtype[0] not in "su":
+                    if result.dtype not in ("s32", "u32", "s64", "u64"):
                         gather_readers[dimension] |= {
                             find_cause(user)
                             for user, share in _list_readers(instruction, users)

@@ -228,21 +228,19 @@ def _describe_data_parallel(facts: _Facts, part: StepPart) -> str:
     if program is None or traffic is None or traffic.bytes is None or len(part.mesh_axes) != 1:
         return ""
     (axis,), size = part.mesh_axes, program.count_parts(part.mesh_axes)
-    state = [argument for argument in program.unpartitioned.arguments if argument.is_state]
+    weights = program.unpartitioned.weights
     batch_dimensions = {
         (length, axes)
         for argument in program.unpartitioned.arguments
         for length, axes in zip(argument.shape.dims, argument.mesh_axes, strict=False)
         if axes and not argument.is_state
     }
-    splits_weights = any(axis in axes for argument in state for axes in argument.mesh_axes)
+    splits_weights = any(axis in axes for argument in weights for axes in argument.mesh_axes)
     is_divisible = batch_dimensions and all(
         axis not in axes and length % (program.count_parts(axes) * size) == 0 for length, axes in batch_dimensions
     )
     axis_bytes = sum(entry.bytes for entry in traffic.bytes_by_mesh_axes if entry.mesh_axes == part.mesh_axes)
-    max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(
-        argument.shape.bytes for argument in program.unpartitioned.weights
-    )
+    max_bytes = size * (traffic.bytes - axis_bytes) + 2 * sum(argument.shape.bytes for argument in weights)
     needs, usable = program.memory.required, program.memory.usable
     if (
         part.seconds < MIN_DATA_PARALLEL_SHARE * facts.step.step_s

@@ -239,7 +239,8 @@ def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
 
 def is_cached(program: LoweredProgram, mesh: jax.sharding.Mesh, target: TargetConfig) -> bool:
     """Return whether the cache has the compiled program. The arguments are those of `compile_program`."""
-    return read_program(programs_folder() / _make_key(program, mesh, target)[0]) is not None
+    folder = programs_folder() / _make_key(program, mesh, target)[0]
+    return read_program(folder) is not None and (folder / LOCATIONS_FILE).is_file()
 
 
 def _make_key(program: LoweredProgram, mesh: jax.sharding.Mesh, target: TargetConfig) -> tuple[str, SourceLocations]:
