@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from helpers import LANGUAGE_MODELS, config_names, mark_slow_except, shared_run
+from valkyrie.axes import Tensor
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms.tpu import Tpu
+from valkyrie.models.block import SavedActivation
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.parallel.axis_links import pareto_placements
@@ -719,3 +721,21 @@ def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
         ("target=v5e-16", "model.attention.head_dim=128", *heads),
     ):
         assert suggest_unpadded_heads(shared_run(*base, *settings)) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shards"),
+    [
+        (("model=gpt_125m", "partition=2d_tp", "mesh=2x2x2"), 2),  # embed over z, heads over y
+        (("model=gpt_125m", "partition=fsdp_tp", "mesh=2x4x1"), 1),  # both over y
+        (("model=gpt_125m", "partition=fsdp_tp", "mesh=2x4x1", "partition.activations.kv_heads=[]"), 1),
+        (("model=trm_attention", "partition=2d_tp", "mesh=2x2x2"), 1),  # its attention keeps sequences whole
+    ],
+)
+def test_queries_keys_and_values_are_split_over_embed_as_in_attention(overrides: tuple[str, ...], shards: int) -> None:
+    run = shared_run("target=v5e-8", "batch=32", *overrides)
+    estimator = MemoryEstimator(run, to_candidates([run]))
+    for axis in estimator.layouts.activations.keys() & {"heads", "kv_heads"}:
+        activation = SavedActivation(Tensor(("batch", "seq", axis, "head_dim"), (0, 0, 4, 64), (None,) * 4), 1)
+        ratio = estimator._bytes(activation) / estimator._saved_bytes(activation)
+        assert ratio.item() == shards

@@ -206,17 +206,17 @@ class Candidates:
         return members * np.minimum(np.minimum(1.0, rows.full_shards / shards), capacity / shards)
 
     def head_row_shards(self, axes: Sequence[str | None], sequences: np.ndarray) -> np.ndarray:
-        """Return the number of shards of a microbatch's `sequences` per device while an array has heads.
+        """Return the number of parts into which attention splits the `sequences` of a microbatch on a device.
 
-        Attention also shards its sequences over the mesh axes of `embed` in activations, if these shard no heads and
-        their size divides the number of sequences. 1 for arrays without heads among their logical axes.
+        Attention also splits its queries, keys and values over the mesh axes of `embed` in activations, if these split
+        no heads and their size divides the number of sequences. 1 for arrays without heads among their logical axes.
         """
-        heads = [axis for axis in ("heads", "kv_heads") if axis in axes]
-        embed_axes, head_axes = self.activations["embed"], {m for axis in heads for m in self.activations[axis]}
-        if not heads or not head_axes.isdisjoint(embed_axes):
+        if not {"heads", "kv_heads"} & set(axes):
             return np.ones(len(self))
-        shards = self.axes_size(embed_axes)
-        return np.where(sequences % shards == 0, shards, 1)
+        embed_axes = self.activations["embed"]
+        head_axes = {m for axis in ("heads", "kv_heads") for m in self.activations.get(axis, ())}
+        shards, shared = self.axes_size(embed_axes), self.axes_size(tuple(m for m in embed_axes if m in head_axes))
+        return np.where((shared == 1) & (sequences % shards == 0), shards, 1)
 
     def _reserved_axes(self, spec: Parameter) -> frozenset[str]:
         """Return the mesh axes that split a parameter's dispatched axis, and so no other (`reserve_dispatched`)."""

@@ -395,10 +395,21 @@ class MemoryEstimator:
         return np.ceil(positions / chunk) / self._microbatches_per_loss, chunk
 
     def _saved_bytes(self, activation: SavedActivation) -> np.ndarray:
-        """Return the bytes per device of an activation's arrays that are saved for the backward pass (see `_bytes`)."""
+        """Like `_bytes`, but of the arrays that a compiled step saves, with attention's sequences split."""
         ratio = 1 if activation.saved_ratio is None else activation.saved_ratio
-        row_shards = self.layouts.head_row_shards(activation.tensor.axes, self._local_sequences)
-        return self._bytes(activation) * ratio / row_shards
+        if not self._shards_rows_over_embed:
+            return self._bytes(activation) * ratio
+        return (
+            self._bytes(activation)
+            * ratio
+            / self.layouts.head_row_shards(activation.tensor.axes, self._local_sequences)
+        )
+
+    @cached_property
+    def _shards_rows_over_embed(self) -> bool:
+        model = self.run.model
+        groups = [group for group, _ in model.segments()] if isinstance(model, LayeredModel) else []
+        return any(layer.mixer.shards_rows_over_embed for group in groups for layer in group)
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""

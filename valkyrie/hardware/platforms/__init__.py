@@ -209,7 +209,7 @@ class Platform(ABC):
 
         Args:
             saved_bytes: Bytes saved for the backward pass.
-            unnamed_bytes: Part of `saved_bytes` that no remat policy names.
+            unnamed_bytes: Part of `saved_bytes` with neither a name nor a `saved_ratio`.
             loss_bytes: Working set of the loss.
             group_bytes: Working set of the largest layer of a group of layers.
             kernel_bytes: Bytes that the attention kernel of a layer reads and writes.

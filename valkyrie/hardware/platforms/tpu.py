@@ -29,7 +29,7 @@ LIBTPU_FLAGS_VARIABLE = "LIBTPU_INIT_ARGS"
 UNNAMED_FACTOR, LOSS_FACTOR, GROUP_FACTOR = 0.4, 0.65, 0.5
 """Factors on three parts of the memory estimate, chosen for the least error over the layouts of experiments/memory.py.
 
-Activations without a name take 40% more than models count, because the compiler pads them and norms save more. The
+Activations with neither a name nor a `saved_ratio` take 40% more than models count, because the compiler pads them. The
 logits take 1.3 copies instead of two. Half of the working set of a layer is in memory at a time.
 """
 
