@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from itertools import chain
@@ -858,3 +859,16 @@ def test_a_group_in_the_defaults_of_an_experiment_is_answered_with_its_override(
     write_own_file(tmp_path, "experiment/mine.yaml", b"# @package _global_\ndefaults: [{model: gpt_tiny}]\n")
     result = command("--config-dir", "own", "+experiment=mine", "mode=show")
     assert result.status == 2 and "'override /model: gpt_tiny'" in result.err
+
+
+def test_the_tests_compose_as_users_do() -> None:
+    """The tests patch Hydra (`composing.py`) to compose faster."""
+    commands = [
+        ["model=gpt_tiny", "mesh=2x2x2", "partition=fsdp_tp", "optimizer.weight_decay=0.2"],
+        ["+experiment=published/llama_8b_v6e", "target=v6e-16", "mesh=4x4x1", "batch=48", "remat.offload=[query]"],
+        ["model=nanochat_tiny", "mode=search", "target=v5e-8", "remat=full"],
+    ]
+    program = f"from valkyrie.config.arguments import parse_run\nfor c in {commands}: print(parse_run(c).config)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [str(parse_run(command).config) for command in commands]

@@ -359,6 +359,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
         ({"peak": 9 * GIB}, False),  # twice that does not fit
         ({"data_bytes": 8e8}, False),  # grows to 1.6 GB
         ({"moments": 2**27}, True),  # 1 GB, which no collective sends
+        ({"traced": False}, False),  # the bytes of the weights are unknown
         ({"weights": PartitionSpec("data")}, False),
         ({"batch": PartitionSpec(("data", "model"))}, False),
         ({"batch": PartitionSpec(None, "data")}, True),  # 24 tokens in 8 parts
@@ -366,7 +367,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
     ],
 )
 def test_a_wait_for_split_weights_suggests_to_split_the_batch_if_it_fits(
-    change: dict[str, Any], is_suggested: bool
+    change: dict[str, Any], is_suggested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"axes": {"data": 4, "model": 2}, "weights": PartitionSpec(None, "model"), "batch": DATA} | change
     mesh = cpu_mesh(**values["axes"])
@@ -380,6 +381,8 @@ def test_a_wait_for_split_weights_suggests_to_split_the_batch_if_it_fits(
     program = PartitionedProgram(
         UnpartitionedProgram.from_lowered(jax.jit(step).lower(*arguments)), None, dict(mesh.shape), None, memory
     )
+    if not values.get("traced", True):
+        monkeypatch.setattr(program.unpartitioned, "weights", [])
     bytes_by_axes = {"data": values.get("data_bytes", 1e7), "model": 9e8}
     prediction = Prediction(
         None,

@@ -19,12 +19,12 @@ def merge_into_schema(run_class: type, group_classes: Mapping[str, type], config
     Args:
         run_class: The dataclass of the whole config.
         group_classes: The dataclasses of groups whose class depends on a choice.
-        config: The composed config. It may lack settings that have a default.
+        config: The composed config. Groups without a class may lack settings that have a default.
     """
     classes, keys = tuple(group_classes.items()), [str(key) for key in config]
     schema = _build_schema(run_class, classes)
     typed_groups = frozenset(
-        key for key in keys if is_dataclass(_class(config, key)) and _class(config, key) is _class(schema, key)
+        key for key in keys if is_dataclass(cls := _class(config, key)) and cls is _class(schema, key)
     )
     other_settings = OmegaConf.masked_copy(config, [key for key in keys if key not in typed_groups])
     try:
@@ -43,9 +43,9 @@ def merge_into_schema(run_class: type, group_classes: Mapping[str, type], config
 def _build_schema(
     run_class: type, group_classes: tuple[tuple[str, type], ...], missing: Collection[str] = frozenset()
 ) -> DictConfig:
-    """Return the schema of a run without the groups in `missing`. It is cached and must not be modified.
+    """Return the schema of a run without the groups in `missing`. It is cached, so it must not be modified.
 
-    Cached, because a report on hundreds of training runs would otherwise spend half its time building schemas.
+    A report on hundreds of training runs would otherwise spend half its time building schemas.
     """
     schema = OmegaConf.structured(run_class)
     for group, config_class in group_classes:

@@ -91,10 +91,10 @@ def describe_choices(request: SearchRequest, best: RankedLayout) -> list[str]:
 def describe_policies(
     request: SearchRequest, rows: Sequence[RankedLayout], shortlist: Shortlist, compiled_layouts: CompiledLayouts
 ) -> list[str]:
-    """Return lines with other rematerialisation of the best layout that may be faster, if it is compiled.
+    """Return remarks on other remat policies for the best layout, if it is compiled.
 
-    One has the policies that are not in the table, which has few rows per mesh and partition. The other has the hint of
-    the compile to save another activation, because a search tries only the shipped policies.
+    They name the policies that may be faster but are not in the table, which has few rows per mesh and partition, and
+    repeat the compile's hint to save another activation, because a search tries only the shipped policies.
     """
     best, lines = rows[0], list[str]()
     compiled = compiled_layouts.get(best.candidate)
@@ -103,9 +103,9 @@ def describe_policies(
     shown = {replace(row.candidate, batch=None) for row in rows}
     hidden: dict[str, EstimatedLayout] = {}
     for layout in shortlist.fitting:
-        candidate = replace(layout.candidate, batch=None)
-        is_variant = replace(candidate, remat=best.candidate.remat) == replace(best.candidate, batch=None)
-        if is_variant and candidate not in shown and compiled_layouts.get(layout.candidate) is None:
+        candidate = layout.candidate
+        is_variant = replace(candidate, remat=best.candidate.remat) == best.candidate
+        if is_variant and replace(candidate, batch=None) not in shown and compiled_layouts.get(candidate) is None:
             hidden.setdefault(candidate.remat, layout)
     best_s, times = compiled.estimate.per_sequence(best.step_s), compiled_layouts.correct([*hidden.values()])
     ratios = {
@@ -117,8 +117,8 @@ def describe_policies(
         shortest, longest = f"{min(ratios.values()):.2f}", f"{max(ratios.values()):.2f}"
         times_text = shortest if shortest == longest else f"{shortest} to {longest}"
         lines.append(
-            f"Not in the table, and may also be more than {percent_text(EQUAL_RATIO - 1)} faster: #1 with "
-            f"remat={' or '.join(ratios)} (by estimate {times_text} times as long as #1)."
+            f"Not in the table: #1 with remat={' or '.join(ratios)}. By estimate, its step takes {times_text} times as "
+            f"long, but it may be more than {percent_text(EQUAL_RATIO - 1)} faster, because estimates have errors."
         )
     for hint in compiled.hints:
         if hint.code is HintCode.save_activation:
