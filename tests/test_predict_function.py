@@ -24,6 +24,7 @@ from valkyrie.search.compile import lowered as lowered_programs
 from valkyrie.search.compile import predict
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.lowered import (
+    LOCATIONS_FILE,
     StoredProgram,
     capture_program,
     compile_program,
@@ -184,7 +185,7 @@ def test_locations_depend_neither_on_lines_nor_on_callers():
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(300)
 def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
-    target: valkyrie.Slice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    target: valkyrie.Slice, tmp_path: Path, capfd: pytest.CaptureFixture[str], empty_cache: Path
 ):
     mesh = target.mesh((2, 4), ("data", "model"))
     file, source = tmp_path / "step.py", "def step(w, x):\n    return x @ w @ w.T\n"
@@ -207,6 +208,9 @@ def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
     third = predict(helper)
     assert third.record.compile.cached, "the same StableHLO with its operations in another function"
     assert {r.source for r in third.record.lines if r.source.startswith(str(file))} == {f"{file}:2"}
+    (locations,) = empty_cache.glob(f"*/{LOCATIONS_FILE}")
+    locations.write_text("{")
+    assert [predict(helper).record.compile.cached for _ in range(2)] == [False, True], "damaged source lines are mended"
     assert capfd.readouterr() == ("", "")
 
 

@@ -297,19 +297,26 @@ def test_a_search_ends_before_it_would_exceed_its_budget(
     assert "untried" in capsys.readouterr().err, "a script that prints only the best layout warns, too"
 
 
-def test_a_search_reads_cached_programs_after_the_end_of_its_budget(monkeypatch: pytest.MonkeyPatch):
+def test_a_search_reads_intact_cached_programs_after_the_end_of_its_budget(monkeypatch: pytest.MonkeyPatch):
+    def read_cache(*arguments: Any, work: ProgramWork, **settings: Any) -> PredictedProgram:
+        predicted = fake_predict(*arguments, work=work, **settings)
+        is_damaged = "data=1" in (work.name or "")
+        status = CompileStatus.timeout if is_damaged else CompileStatus.ok
+        return replace(predicted, prediction=replace(predicted.prediction, status=status))
+
     def estimate_layouts(layouts: list[ProgramLayout], *more: Any) -> dict[str, ProgramEstimate]:
         for layout in layouts:
             layout.is_cached = layout.axes["data"] < 4
-        return {layout.name: ProgramEstimate(dict(layout.axes), 1.0 / layout.axes["data"]) for layout in layouts}
+        return {layout.name: ProgramEstimate(dict(layout.axes), layout.axes["data"]) for layout in layouts}
 
     clock = iter_seconds(60.0)
     monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(programs, "estimate_layouts", estimate_layouts)
+    monkeypatch.setattr(programs, "predict_function", read_cache)
     search: Callable[..., valkyrie.Comparison] = valkyrie.search
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
-    assert {*search_result.results} == {"mesh data=1 model=8", "mesh data=2 model=4"}
-    assert search_result.untried == ("mesh data=4 model=2", "mesh data=8 model=1")
+    assert {*search_result.results} == {"mesh data=2 model=4"}, "read after the damaged one"
+    assert {*search_result.untried} == {"mesh data=1 model=8", "mesh data=4 model=2", "mesh data=8 model=1"}
 
 
 def test_a_search_compiles_the_most_different_layouts_first(monkeypatch: pytest.MonkeyPatch):

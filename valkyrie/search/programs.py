@@ -386,6 +386,10 @@ class ProgramSearch:
             )
             status, compile_times = predicted.prediction.status, predicted.prediction.compile
             if status is CompileStatus.timeout and limit_s == remaining_s:
+                if layout.is_cached:  # its stored program is damaged
+                    layout.is_cached = False
+                    order.untried.append(layout)
+                    continue
                 reason = f"the compile of {layout.name} was stopped"
                 self._end(reason, limit, tried, [layout, *untried], longer)
                 return

@@ -280,10 +280,10 @@ def compile_program(
     """
     key, locations = _make_key(program, mesh, target)
     folder = programs_folder() / key
-    if (record := read_program(folder)) is not None:
+    if (cached_record := read_program(folder)) is not None:
         with contextlib.suppress(OSError, RecordError):
             current_stacks = read_record(SourceLocations, folder / LOCATIONS_FILE).map_stacks_to(locations)
-            return StoredProgram(record, folder, True, current_stacks)
+            return StoredProgram(cached_record, folder, True, current_stacks)
     problem = cache_problem(programs_folder())
     is_writable = problem is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
@@ -314,7 +314,8 @@ def compile_program(
             return StoredProgram(
                 record, scratch / key, False, {}, f"{problem} The result of this compile is not cached."
             )
-        store_program(scratch / key, folder, overwrite=False)
+        # Source lines of an intact program in the cache are damaged, or this line would not be reached.
+        store_program(scratch / key, folder, overwrite=cached_record is not None)
         return StoredProgram(record, folder, False, {})
     finally:
         if is_writable:
