@@ -284,16 +284,12 @@ def test_a_search_ends_before_it_would_exceed_its_budget(
     clock = iter_seconds(4.0)
     monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     search_result = valkyrie.search(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s")
-    count = len(search_result.results)
-    assert 0 < count < 4 and len(search_result.untried) == 4 - count
-    assert "exceed the budget" in str(search_result) and f"{count} of 4 layouts" in str(search_result)
-    assert all(name in str(search_result) for name in search_result.untried)
-    assert f"{count} of 4 layouts" in repr(search_result) and f"{count} of 4 layouts" in search_result._page()
-    page = search_result._page()
-    compiled = len(search_result.results)
-    assert (
-        f"<h1>Fastest of {compiled} compiled layout" in page and f"(of {compiled + len(search_result.untried)})" in page
-    )
+    assert len(search_result.results) == 1 and len(search_result.untried) == 3
+    page, text = search_result._page(), str(search_result)
+    assert "exceed the budget" in text and "compiled 1 of 4 layouts within" in text
+    assert all(name in text for name in search_result.untried)
+    assert "1 of 4 layouts" in repr(search_result) and "1 of 4 layouts compiled; the fastest so far" in page
+    assert "<h1>The only compiled layout (of 4) on v5e-8" in page
     assert "untried" in capsys.readouterr().err, "a script that prints only the best layout warns, too"
 
 
@@ -395,10 +391,11 @@ def test_a_search_compiles_in_the_order_of_estimates(monkeypatch: pytest.MonkeyP
     assert f"untried: {names['large']}, {names['a']}" in search_result.notes[0]
     assert "estimated" in str(search_result) and "probably slower" in str(search_result)
     assert f"the same program: {names['c']}, {names['same']}" in str(search_result)
-    assert search_result.notes[0].startswith("2 of 4 programs (3 of 5 layouts) were compiled")
+    assert search_result.notes[0].startswith("compiled 2 of 4 distinct programs (3 of 5 layouts) within")
     page = (tmp_path / PAGE_FILE).read_text()
     assert (
-        "<h1>Fastest of 2 compiled programs (of 4, for 5 layouts)" in page and "(3 of 5 layouts) compiled; the" in page
+        "<h1>Fastest of 2 compiled programs (of 4 distinct ones, for 5 layouts)" in page
+        and "(3 of 5 layouts) compiled; the" in page
     )
     record = read_record(ComparisonRecord, tmp_path / SEARCH_FILE)
     columns = {column.key: column.wandb_value(rows[names["a"]]) for column in comparison_columns(record)}

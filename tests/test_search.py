@@ -266,7 +266,7 @@ def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
     monkeypatch.setattr(compiling, "compile_trial", compile_first)
     finished = search("partition=fsdp", "mesh=2x2x2")
     assert (finished.status, len(plans), finished.answer["compiled"]) == (2, 2, 1)
-    assert finished.answer["why"] == reason and f"1 compiled: {reason}" in finished.printed
+    assert finished.answer["why"] == reason and f"1 layout compiled: {reason}" in finished.printed
     with pytest.raises(ValueError, match=f"^{reason}"):
         valkyrie.search(finished.run, quiet=True)
 

@@ -146,7 +146,11 @@ def summarise_search(search: SearchAnswer) -> Summary:
             )
         )
     counted = f"{search.compiled} compiled, the others estimated" if search.compiled else "estimated, none compiled"
-    return Summary(f"The best of {search.layouts:,} layouts: {counted}", tuple(numbers), tuple(search.remarks))
+    if search.compiled == search.layouts and search.batch is not None:
+        counted = "all compiled"
+    return Summary(
+        f"The best of {count_text(search.layouts, 'layout')}: {counted}", tuple(numbers), tuple(search.remarks)
+    )
 
 
 def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:

@@ -316,10 +316,11 @@ class Comparison:
             return f"{layouts}, none compiled"
         if len(compiled) == len(self._names):
             return f"Fastest of {layouts}"
-        programs = count_programs(compiled, self.estimates), count_programs(self._names, self.estimates)
-        if programs[1] == len(self._names):
-            return f"Fastest of {count_text(len(compiled), 'compiled layout')} (of {len(self._names)})"
-        return f"Fastest of {count_text(programs[0], 'compiled program')} (of {programs[1]}, for {layouts})"
+        count, total = count_programs(compiled, self.estimates), count_programs(self._names, self.estimates)
+        fastest = "The only compiled" if count == 1 else f"Fastest of {count} compiled"
+        if total == len(self._names):
+            return f"{fastest} layout{'s' * (count > 1)} (of {total})"
+        return f"{fastest} program{'s' * (count > 1)} (of {total} distinct ones, for {layouts})"
 
     def _subject(self) -> str:
         """Return a line with the number of compiled layouts, the fastest one, and one that is estimated to be faster.
@@ -342,9 +343,12 @@ class Comparison:
         return text
 
     def _count_text(self) -> str:
-        """Return the number of layouts, such as `2 of 6 layouts` if a search has not compiled the others."""
-        count = count_text(len(self._names), "layout")
-        return f"{len(self.results)} of {count}" if self.untried else count
+        """Return the number of layouts, with that of compiled ones if a search has not tried all."""
+        from valkyrie.search.program_order import count_compiled
+
+        if not self.untried:
+            return count_text(len(self._names), "layout")
+        return count_compiled(self._compiled_names, self._names, self.estimates)
 
     def _sort_key(self, name: str) -> tuple[int, float]:
         """Return a sort key: step time if the layout fits, peak memory if it does not, and failed layouts last."""

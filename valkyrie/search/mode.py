@@ -267,7 +267,8 @@ def _compile(
         others = [layout for candidate, layout in batches.items() if compiled_layouts.get(candidate) is None]
         add_recorded_layouts(request, others, folder, compiled_layouts)
     if compiled_layouts.layouts:
-        console.print(f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", soft_wrap=True)
+        compiled_text = count_text(len(compiled_layouts.layouts), "layout")
+        console.print(f"{compiled_text} compiled by earlier searches in {folder}", soft_wrap=True)
     if limit == 0:
         compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
         return 0
@@ -284,7 +285,8 @@ def _compile(
         reason = f": {compiled_layouts.stop_reason}" if compiled_layouts.stop_reason else ""
         console.print(f"interrupted{reason}; the {kind}:", style="yellow", soft_wrap=True)
         return EXIT_INTERRUPTED
-    console.print(f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
+    compiled_text = count_text(len(compiled_layouts.layouts), "layout")
+    console.print(f"{compiled_text} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
     if compiled_layouts.is_refused:
         return EXIT_REFUSED
     if compiled_layouts.layouts:
@@ -327,8 +329,9 @@ def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, con
     refused = sum(space.refused.values())
     with_batches = ", with several batches each," if request.search_batch else ""
     console.print(
-        f"{len(space):,} layouts of {request.run.model.name} on {slices}{with_batches} estimated in {seconds:.1f} s; "
-        f"{refused:,} refused, {space.duplicates:,} equivalent meshes skipped",
+        f"{count_text(len(space), 'layout')} of {request.run.model.name} on {slices}{with_batches} estimated in "
+        f"{seconds:.1f} s; {refused:,} refused, {space.duplicates:,} equivalent mesh{'es' * (space.duplicates != 1)} "
+        "skipped",
         soft_wrap=True,
     )
     precision = request.run.config.precision

@@ -207,15 +207,15 @@ class CompileOrder:
 
 
 def count_compiled(compiled: Collection[str], names: Collection[str], estimates: Mapping[str, ProgramEstimate]) -> str:
-    """Return how many of the layouts `names` are compiled: `2 of 6 layouts`, or `2 of 4 programs (3 of 6 layouts)`.
+    """Return how many of the layouts `names` are compiled, such as `2 of 6 layouts`.
 
-    The latter if several layouts are the same program.
+    If several layouts are the same program, returns `2 of 4 distinct programs (3 of 6 layouts)`.
     """
     layouts = f"{len(compiled)} of {count_text(len(names), 'layout')}"
     program_count = count_programs(names, estimates)
     if program_count == len(names):
         return layouts
-    return f"{count_programs(compiled, estimates)} of {count_text(program_count, 'program')} ({layouts})"
+    return f"{count_programs(compiled, estimates)} of {count_text(program_count, 'distinct program')} ({layouts})"
 
 
 def count_programs(names: Collection[str], estimates: Mapping[str, ProgramEstimate]) -> int:

@@ -373,7 +373,7 @@ class ProgramSearch:
             if remaining_s < statistics.median(durations_s or [0.0]) and not any(
                 layout.is_cached for layout in untried
             ):
-                self._end(f"another compile would likely exceed {limit}", limit, tried, untried, longer)
+                self._end(f"another compile would likely exceed {limit}", limit, order, longer)
                 return
             layout = order.pop()
             limit_s = min(remaining_s, self.time_limit_s or math.inf)
@@ -386,12 +386,11 @@ class ProgramSearch:
             )
             status, compile_times = predicted.prediction.status, predicted.prediction.compile
             if status is CompileStatus.timeout and limit_s == remaining_s:
+                order.untried.insert(0, layout)
                 if layout.is_cached:  # its stored program is damaged
                     layout.is_cached = False
-                    order.untried.append(layout)
                     continue
-                reason = f"the compile of {layout.name} was stopped"
-                self._end(reason, limit, tried, [layout, *untried], longer)
+                self._end(f"the compile of {layout.name} was stopped", limit, order, longer)
                 return
             has_step = has_step or status is CompileStatus.ok
             if not compile_times.cached:
@@ -424,17 +423,16 @@ class ProgramSearch:
         built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
         return replace(parse_builder_result(built, "build"), mesh=mesh, options=self.options)
 
-    def _end(
-        self, reason: str, limit: str, tried: Sequence[ProgramLayout], untried: Sequence[ProgramLayout], longer: str
-    ) -> None:
+    def _end(self, reason: str, limit: str, order: CompileOrder, longer: str) -> None:
         """Set `note`. `reason` is why the search ends, and `longer` how to change the call that continues it."""
         steps_s = {name: estimate.step_s or math.inf for name, estimate in self.estimates.items()}
-        compiled = count_compiled(
-            [layout.name for layout in tried], [layout.name for layout in (*tried, *untried)], self.estimates
-        )
-        names = sorted([layout.name for layout in untried], key=lambda name: steps_s.get(name, math.inf))
+        statuses = {name: predicted.prediction.status for name, predicted in order.predicted.items()}
+        compiled = [name for name in statuses if statuses[name] in (CompileStatus.ok, CompileStatus.does_not_fit)]
+        untried = [layout.name for layout in order.untried]
+        names = sorted(untried, key=lambda name: steps_s.get(name, math.inf))
         names = names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], f"{len(names) - _MAX_NAMES} more"]
         self.note = (
-            f"{compiled} were compiled within {limit}, because {reason}; "
+            f"compiled {count_compiled(compiled, [*statuses, *untried], self.estimates)} within {limit}, because "
+            f"{reason}; "
             f"untried: {', '.join(names)}. To continue, repeat the same call{longer}"
         )
