@@ -359,6 +359,9 @@ def test_narrow_products_are_found_by_their_time() -> None:
         ({"peak": 9 * GIB}, False),  # twice that does not fit
         ({"data_bytes": 8e8}, False),  # grows to 1.6 GB
         ({"moments": 2**27}, True),  # 1 GB, which no collective sends
+        ({"moments": 2**27, "scalar": jnp.linalg.norm}, True),
+        ({"moments": 2**27, "scalar": lambda array: jnp.vdot(array, array)}, True),
+        ({"moments": 2**27, "scalar": lambda array: array.mean(0)}, False),  # no scalar
         ({"traced": False}, False),  # the bytes of the weights are unknown
         ({"weights": PartitionSpec("data")}, False),
         ({"batch": PartitionSpec(("data", "model"))}, False),
@@ -374,7 +377,7 @@ def test_a_wait_for_split_weights_suggests_to_split_the_batch_if_it_fits(
     model_step, (parameters, tokens) = language_model(mesh, values["weights"], batch=values["batch"])
 
     def step(parameters: Any, moments: jax.Array, tokens: jax.Array) -> Any:
-        return (*model_step(parameters, tokens), 0.9 * moments)
+        return (*model_step(parameters, tokens), 0.9 * moments, values.get("scalar", jnp.shape)(moments))
 
     arguments = parameters, struct(mesh, (2, values.get("moments", 2)), PartitionSpec()), tokens
     memory = MemoryReport(peak=int(values.get("peak", GIB)), usable=int(16 * GIB))

@@ -138,7 +138,8 @@ class UnpartitionedProgram:
     def weights(self) -> list[Argument]:
         """State that enters products, reductions or kernels, such as weights, but not moments of gradients.
 
-        State that is only combined with other arrays element by element does not count.
+        State that is only combined with other arrays element by element, or reduced to scalars such as its norm, does
+        not count.
         """
         names = _WeightTracer(self.module, self.arguments).names
         return [argument for argument in self.arguments if argument.name in names]
@@ -386,7 +387,8 @@ class _Tracer:
 class _WeightTracer(_Tracer):
     """Follows state through a program, and collects in `names` the arguments that an operation of `_MIXING` reads.
 
-    All dimensions of an array have the marks of all arguments that it is computed from.
+    Ignores reductions to scalars, such as norms. All dimensions of an array have the marks of all arguments that it is
+    computed from.
     """
 
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
@@ -404,6 +406,8 @@ class _WeightTracer(_Tracer):
         marks = frozenset[int]().union(*(m for array in operand_marks if isinstance(array, tuple) for m in array))
         if instruction.opcode not in _MIXING:
             return (marks,) * len(instruction.shape.leaves[0].dims) if marks else None
+        if instruction.opcode in ("reduce", "dot") and not any(leaf.dims for leaf in instruction.shape.leaves):
+            return None
         self.names |= {self._candidates[number].argument for number in marks}
         return None
 
