@@ -48,7 +48,7 @@ from valkyrie.search.answer import (
     rank_layouts,
     train_command,
 )
-from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage
+from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer, Stage, TriedBatch
 from valkyrie.search.baselines import (
     FSDP_BASELINE,
     PAPER_RULE,
@@ -1059,6 +1059,28 @@ def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: S
         lines = [line for line in describe_certainty(request, [row, *rows[1:]], "") if "batch=1000" in line]
         assert len(lines) == count, "an estimate that is 1% lower may be wrong"
     assert describe_batch_rival(request, replace(row, batches=[own, replace(larger, stage=Stage.compile)])) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ((0.001, -0.01), "change by less than 2%"),
+        ((0.001, -0.1), "fall by up to 10%"),
+        ((-0.001, -0.1), "fall by up to 10%"),
+        ((-0.03, -0.1), "fall by 3% to 10%"),
+        ((-0.1,), "fall by 10%"),
+        ((0.03, -0.1), "grow by up to 3%"),
+        ((0.03,), "grow by 3%"),
+    ],
+)
+def test_the_change_of_the_speed_with_the_batch_is_in_words(changes: Sequence[float], text: str) -> None:
+    request = make_batch_request("remat=full")
+    row = make_answer_row(request, make_shortlist(request).fitting[0])
+    batches = [
+        TriedBatch(10_000 * n, (1 + change) * row.tokens_per_second_per_chip, None, True, Stage.estimate)
+        for n, change in enumerate(changes, 1)
+    ]
+    assert f"tokens/s {text} by estimate" in explain_batch(replace(row, batches=batches))[0]
 
 
 def test_the_next_batch_is_compiled_before_other_layouts_if_it_may_be_faster(

@@ -118,10 +118,16 @@ def explain_batch(row: RankedLayout) -> list[str]:
     if not larger:
         return [f"{head}, the largest that fits."]
     changes = [tried.tokens_per_second_per_chip / row.tokens_per_second_per_chip - 1 for tried in larger]
-    verb = "grow" if max(changes) > 0 else "fall"
-    change = f"{verb} by {percent_text(abs(max(changes)))}{' or more' if verb == 'fall' and len(larger) > 1 else ''}"
-    if all(abs(change) < EQUAL_RATIO - 1 for change in changes):
-        change = f"change by less than {percent_text(EQUAL_RATIO - 1)}"
+    most, least, tolerance = max(changes), min(changes), EQUAL_RATIO - 1
+    up_to = "up to " if len(changes) > 1 else ""
+    if most >= tolerance:
+        change = f"grow by {up_to}{percent_text(most)}"
+    elif least > -tolerance:
+        change = f"change by less than {percent_text(tolerance)}"
+    elif most > -tolerance:
+        change = f"fall by {up_to}{percent_text(-least)}"
+    else:
+        change = f"fall by {' to '.join(dict.fromkeys((percent_text(-most), percent_text(-least))))}"
     by_estimate = " by estimate" if all(tried.stage is Stage.estimate for tried in larger) else ""
     by_estimate += f" (the ratio of two batches may be off by {percent_text(BATCH_ERROR)})" if by_estimate else ""
     return [f"{head}: from {row.candidate.batch:,} to {larger[-1].batch:,} sequences, tokens/s {change}{by_estimate}."]
