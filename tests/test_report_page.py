@@ -27,6 +27,7 @@ from valkyrie.search.answer_record import (
     TriedBatch,
 )
 from valkyrie.search.estimate.space import Candidate
+from valkyrie.search.shortlist import estimate_errors
 from valkyrie.sweep.trial import Status, Trial
 
 
@@ -253,6 +254,8 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     assert points == [(500.0, 0.01), (250.0, 0.02)]
     shares = {value["label"]: value["share"] for value in figures["limits"]["data"]["values"]}
     assert shares == pytest.approx({"#1": 0.9, "#2": 0.3})
+    errors = estimate_errors()
+    assert f"{errors.memory_low:.2f} to {errors.memory_high:.2f} times their estimates" in text
     tried = [TriedBatch(8 * n, 1000.0 + n, n * 2**30, n < 4, Stage.estimate) for n in (1, 2, 4)]
     command = "valkyrie-train mode=compile batch=8"
     batches = {"best": [replace(rows[0], batches=tried)], "remarks": [f"To compile it: {command}"]}

@@ -181,6 +181,10 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
 
     Returns None if there is only one layout, if a layout's memory is unknown, or if all are far below the limit.
     """
+    # Imported here, because they need NumPy, which other reports do not.
+    from valkyrie.search.answer_record import Stage
+    from valkyrie.search.shortlist import estimate_errors
+
     shares = [_memory_share(row) for row in answer.best]
     if (
         len(shares) < 2
@@ -199,8 +203,14 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
     ]
     caption = (
         "Peak memory per device as a share of the usable memory, by place in the table. Beyond the red line, a layout "
-        "does not fit. Estimates are typically off by 2 to 7%."
+        "does not fit."
     )
+    if any(row.stage is Stage.estimate for row in answer.best):
+        errors = estimate_errors()
+        caption += (
+            f" On TPUs, half of the compiled peaks are {errors.memory_low:.2f} to {errors.memory_high:.2f} times their "
+            "estimates."
+        )
     return _figure("limits", "Memory against the limit", caption, specs.memory_shares(values), values)
 
 

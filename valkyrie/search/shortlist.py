@@ -107,7 +107,7 @@ class EstimateErrors:
         low, high: 5% and 95% quantiles for step times without a pipeline.
         pipeline_low, pipeline_high: The same for pipelines. Assumed, because only seven compiled ones were compared,
             which took 0.96 to 1.08 times their estimate.
-        memory_low: 25% quantile for peak memory.
+        memory_low, memory_high: 25% and 75% quantiles for peak memory.
     """
 
     low: float
@@ -115,6 +115,7 @@ class EstimateErrors:
     pipeline_low: float
     pipeline_high: float
     memory_low: float
+    memory_high: float
 
     def time_quantiles(self, has_pipeline: bool) -> tuple[float, float]:
         """Return the 5% and 95% quantiles for step times."""
