@@ -270,6 +270,11 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     sources = {name: [v["source"] for v in figures[name]["data"]["values"]] for name in ("batch_rates", "batch_memory")}
     assert sources["batch_rates"] == ["compiled", "corrected estimate"], "the speed is scaled like that of #1"
     assert sources["batch_memory"] == ["compiled", "estimated"]
+    estimate, compiled = tried[0], compiled.batches[0]
+    mixed = [replace(t, batch=n) for n, t in enumerate((estimate, estimate, compiled, compiled, estimate), start=1)]
+    write_record(tmp_path / ANSWER_FILE, replace(answer, best=[replace(rows[0], batches=mixed)]))
+    values = page_data(write_report(tmp_path).read_text())["overall_figures"]["batch_rates"]["data"]["values"]
+    assert [value["run"] for value in values] == [0, 0, 1, 1, 2], "lines connect neighbours with the same source"
     assert f"<code>{command}</code>" in text
 
 

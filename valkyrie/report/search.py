@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.report import specs
@@ -229,8 +230,10 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
             "memory": None if tried.memory is None else tried.memory / 2**30,
             "source": tried.stage.adjective,
             "name": "#1" if tried.batch == best.candidate.batch else "",
+            "run": run,
         }
-        for tried in shown
+        for run, (_, group) in enumerate(groupby(shown, lambda tried: tried.stage))
+        for tried in group
     ]
     rates = values
     if best.stage.adjective != "estimated":
@@ -238,8 +241,8 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
     usable = None if best.usable is None else best.usable / 2**30
     scope = "The layout of #1 with other batches, up to the largest that fits by estimate. "
     rate_caption = (
-        f"{scope}Estimates are multiplied by the ratio of #1's time to its estimate. Where the curve is flat, a larger "
-        "batch trains no faster."
+        f"{scope}Estimates are multiplied by the ratio of #1's time to its estimate. Lines connect batches whose "
+        "values have the same source. Where the curve is flat, a larger batch trains no faster."
     )
     memory_caption = f"{scope}Estimates are not corrected. The red line is the usable memory of a device."
     rate, memory = specs.batches(rates, "rate", "tokens/s/chip"), specs.batches(values, "memory", "GiB", usable)

@@ -46,7 +46,7 @@ _WHITE_TEXT_SHARE = 0.74
 
 At this share, both colours have a contrast of 4.5 against the cell.
 """
-_RED = "#e05a5a"
+_RED, _BLUE, _ORANGE = "#e05a5a", "#3f7fc9", "#ef8a35"
 MAX_BATCH_TICKS = 8
 """Maximum number of batches for which a figure has a tick at each batch."""
 
@@ -361,7 +361,7 @@ def memory_shares(data: Values) -> Spec:
         {"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": {"datum": 1, "type": "quantitative"}}
     )
     text_fits_expr = "datum.share > 0.2"
-    bar = {"mark": {**_BAR, "color": "#3f7fc9"}, "encoding": {"y": _BAR_LABELS, "x": x, "tooltip": tooltip}}
+    bar = {"mark": {**_BAR, "color": _BLUE}, "encoding": {"y": _BAR_LABELS, "x": x, "tooltip": tooltip}}
     text = {
         "mark": {
             "type": "text",
@@ -379,7 +379,11 @@ def memory_shares(data: Values) -> Spec:
 
 
 def batches(data: Values, field: str, title: str, limit: float | None = None) -> Spec:
-    """Return a chart of a field by batch, with a line and shape for each source, and a rule at any `limit`."""
+    """Return a chart of a field by batch, with a shape and colour for each source, and a rule at any `limit`.
+
+    Lines connect points with the same `run`. A line between estimates that passes by a compiled batch would make this
+    batch look like an outlier.
+    """
     marked_batches = [v["batch"] for v in data] if len(data) <= MAX_BATCH_TICKS else None
     x = _quantitative(
         "batch",
@@ -396,14 +400,16 @@ def batches(data: Values, field: str, title: str, limit: float | None = None) ->
     )
     sources = {v["source"] for v in data}
     shapes = {s: shape for s, shape in _SOURCE_SHAPES.items() if s in sources}
-    shape = _shape_encoding("source", shapes, {"orient": "top"})
-    blue = "#3f7fc9"
+    legend = {"orient": "top"}
+    shape = _shape_encoding("source", shapes, legend)
+    colours = {s: _BLUE if shape == "circle" else _ORANGE for s, shape in shapes.items()}
+    colour = _nominal("source", title=None, scale={"domain": [*colours], "range": [*colours.values()]}, legend=legend)
     line = {
-        "mark": {"type": "line", "strokeWidth": 1.6, "color": blue},
-        "encoding": {"x": x, "y": y, "detail": _nominal("source")},
+        "mark": {"type": "line", "strokeWidth": 1.6},
+        "encoding": {"x": x, "y": y, "detail": _nominal("run"), "color": colour},
     }
-    point = {"type": "point", "filled": True, "size": 80, "color": blue}
-    points = {"mark": point, "encoding": {"x": x, "y": y, "tooltip": tooltip, "shape": shape}}
+    point = {"type": "point", "filled": True, "size": 80, "opacity": 1}
+    points = {"mark": point, "encoding": {"x": x, "y": y, "tooltip": tooltip, "shape": shape, "color": colour}}
     names = {"mark": {"type": "text", "dy": -13}, "encoding": {"x": x, "y": y, "text": _nominal("name")}}
     rule = {"type": "rule", "color": _RED, "strokeWidth": 1.5}
     limits = [] if limit is None else [_single_mark(rule, {"y": {"datum": limit, "type": "quantitative"}})]
