@@ -65,7 +65,7 @@ from valkyrie.search.batches import (
     explain_batch,
     find_same_layouts,
 )
-from valkyrie.search.budget import describe_plan
+from valkyrie.search.budget import describe_plan, describe_rival_budget
 from valkyrie.search.compile import cache as compile_cache
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
@@ -1378,6 +1378,32 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
     run = parse_run(shlex.split(unsure.partition("valkyrie-train ")[2]))
     assert run.config.mode.name == "compile" and run.problems() == []
     assert run.config.partition.name == rows[1].candidate.partition and run.config.batch == request.run.config.batch
+
+
+@pytest.mark.parametrize(
+    ("reason", "compiles", "limits"),
+    [
+        ("another compile would exceed mode.budget=8min", 12, ["mode.budget=3min"]),
+        ("mode.compiles=3 is reached", 3, ["mode.budget=3min", "mode.compiles=6"]),
+        (compiling.UNLIKELY, 12, []),
+    ],
+)
+def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rivals(
+    reason: str, compiles: int, limits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [81.0, 81.0])
+    request = make_request(f"mode.compiles={compiles}")
+    rows = with_compile_commands(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[:6])
+    best = replace(rows[0], stage=Stage.compile)
+    slow = rows[3].with_step_time(1.5 * best.step_s)
+    rows = [best, *(row.with_step_time(best.step_s) for row in rows[1:3]), slow, replace(rows[4], stage=Stage.compile)]
+    compiled_layouts = CompiledLayouts([SimpleNamespace()] * 4, stop_reason=reason)  # pyright: ignore[reportArgumentType]
+    lines = describe_rival_budget(request, rows, compiled_layouts)
+    assert len(lines) == bool(limits) and all(limit in line for line in lines for limit in limits)
+    if lines:
+        run = parse_run(expand_shorthand(shlex.split(lines[0].partition("valkyrie-train ")[2])))
+        assert "compiles #2, #3 too" in lines[0], "#4 is too slow, and #5 is compiled"
+        assert parse_request(run).mode.budget == "3min" and parse_request(run).mode.compiles in (6, 12)
 
 
 @pytest.mark.parametrize(

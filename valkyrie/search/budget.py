@@ -15,7 +15,7 @@ from valkyrie.search.durations import compile_durations, durations_on
 from valkyrie.search.local_devices import missing_compilers
 from valkyrie.search.remarks import target_slice
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.rivals import may_be_better
+from valkyrie.search.rivals import find_estimated_rivals, may_be_better, name_rivals
 from valkyrie.search.shortlist import describe_chips
 from valkyrie.units import range_text
 
@@ -41,10 +41,11 @@ def sufficient_budget(request: SearchRequest, compiled_layouts: CompiledLayouts,
     return f"{math.ceil(minutes)}min"
 
 
-def search_command(request: SearchRequest, budget: str) -> str:
-    """Return the command of a search with another `mode.budget`. It continues in the same folder."""
-    arguments = [argument for argument in request.run.arguments if not argument.startswith("mode.budget=")]
-    return f"valkyrie-train {shlex.join(abbreviate_search([*arguments, f'mode.budget={budget}']))}"
+def search_command(request: SearchRequest, *limits: str) -> str:
+    """Return the command of a search with other limits, such as `mode.budget=9min`. It continues in the same folder."""
+    keys = tuple(f"{limit.partition('=')[0]}=" for limit in limits)
+    arguments = [argument for argument in request.run.arguments if not argument.startswith(keys)]
+    return f"valkyrie-train {shlex.join(abbreviate_search([*arguments, *limits]))}"
 
 
 def describe_plan(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[str]:
@@ -100,8 +101,31 @@ def describe_missing_compiles(
         text = f"Every number is an estimate, because no layout was compiled: {reason}"
     return (
         f"{text}. Finished compiles are kept. To continue, with a budget that is probably enough: "
-        f"{search_command(request, budget)}"
+        f"{search_command(request, f'mode.budget={budget}')}"
     )
+
+
+def describe_rival_budget(
+    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts
+) -> list[str]:
+    """Return a sentence with the limits of a search that probably suffice to compile the estimated rivals of an answer.
+
+    The budget is the sum of the upper quartiles of their compile times. Returns an empty list without rivals, if the
+    first row is only estimated, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
+    """
+    reason, stopped_s = compiled_layouts.stop_reason, compiled_layouts.stopped_s
+    is_cut_short = stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
+    rivals = [place for place in find_estimated_rivals(request, rows) if rows[place - 1].compile]
+    if not rivals or not is_cut_short or rows[0].stage is Stage.estimate:
+        return []
+    durations = [durations_on(request, target_slice(request, rows[place - 1])) for place in rivals]
+    seconds, limits = sum(max(each.high_s, 0 if each.on_chip else stopped_s or 0) for each in durations), list[str]()
+    if request.budget_s is not None:
+        limits.append(f"mode.budget={math.ceil(seconds / 60)}min")
+    if (count := len(compiled_layouts.layouts) + len(rivals)) > request.mode.compiles:
+        limits.append(f"mode.compiles={count}")
+    text = f"With {' and '.join(limits)}, this search probably compiles {name_rivals(rivals)} too"
+    return [f"{text}. Finished compiles are kept: {search_command(request, *limits)}"] if limits else []
 
 
 def _missing_targets(request: SearchRequest, compiled_layouts: CompiledLayouts) -> list[TargetConfig]:

@@ -29,7 +29,7 @@ from valkyrie.search.answer import (
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines
 from valkyrie.search.batches import add_batches, describe_batches, find_same_layouts
-from valkyrie.search.budget import describe_compile_time, describe_missing_compiles
+from valkyrie.search.budget import describe_compile_time, describe_missing_compiles, describe_rival_budget
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -149,6 +149,10 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
     rows = add_batches(rows, ranking, compiled_layouts)
     rows = _add_commands(request, rows, compiled_layouts, options)
+    warning = describe_missing_compiles(request, rows, compiled_layouts)
+    certainty = describe_certainty(request, rows, describe_compile_time(request, rows[0], compiled_layouts), options)
+    if not warning:
+        certainty += describe_rival_budget(request, rows, compiled_layouts)
     launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], rows[0].train)
     answer = SearchAnswer(
         command=list(run.arguments),
@@ -180,8 +184,8 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         train=rows[0].train,
         launch=launch,
         prices=describe_prices(request),
-        warning=describe_missing_compiles(request, rows, compiled_layouts),
-        certainty=describe_certainty(request, rows, describe_compile_time(request, rows[0], compiled_layouts), options),
+        warning=warning,
+        certainty=certainty,
     )
     print_answer(answer, console)
     _print_commands(answer, folder, console)

@@ -77,10 +77,10 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     surer = [place for place in surer if cost(rows[place - 1]) < highest_cost]
     lines, tolerance = [], percent_text(EQUAL_RATIO - 1)
     if tied:
-        lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {_name_rivals(tied)}.")
+        lines.append(f"As {better.removesuffix('er')} as #1, within {tolerance}: {name_rivals(tied)}.")
     if behind:
         text = f"Intervals overlap, but {SHARED_ERRORS}, so the order is surer than the intervals"
-        lines.append(f"#1 is {better} than {_name_rivals(behind)}. {text}.")
+        lines.append(f"#1 is {better} than {name_rivals(behind)}. {text}.")
     strongest = sorted(unsure, key=lambda place: _log_distance(request, best, rows[place - 1]))
     order = ", the likeliest first" if len(unsure) > 1 else ""
     for places, text, why in (
@@ -89,8 +89,35 @@ def describe_ties(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[
     ):
         if places:
             settle = _compile_text(rows[places[0] - 1], f" To settle it, compile #{places[0]}")
-            lines.append(f"{text}: {_name_rivals(places)}.{why}{settle if best.stage is not Stage.estimate else ''}")
+            lines.append(f"{text}: {name_rivals(places)}.{why}{settle if best.stage is not Stage.estimate else ''}")
     return lines
+
+
+def find_estimated_rivals(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[int]:
+    """Return the places of the estimated rows that may be better than the first one.
+
+    These are the estimated ones that `describe_certainty` names or counts: rows on the same chips, and the best row on
+    each other kind and number of chips.
+    """
+    best, cost, places = rows[0], _cost_function(request), list[int]()
+    own_chips, seen_chips = _chips(request, best), set[str]()
+    for place, row in enumerate(rows[1:], start=2):
+        chips, relative_cost, (low, high) = _chips(request, row), cost(row) / cost(best), row.compiled_ratios
+        if chips == own_chips:
+            is_rival = relative_cost * high < 1 or relative_cost * low < 1 / EQUAL_RATIO
+        else:
+            is_rival = chips not in seen_chips and may_be_better(request, best, row)
+        seen_chips.add(chips)
+        if is_rival and row.stage is Stage.estimate:
+            places.append(place)
+    return places
+
+
+def name_rivals(places: Sequence[int]) -> str:
+    """Name the first `MAX_NAMED_RIVALS` of these places, and count the others: `#2, #4, #5 and 1 more`."""
+    named = [f"#{place}" for place in places[:MAX_NAMED_RIVALS]]
+    others = len(places) - len(named)
+    return f"{', '.join(named)} and {others} more" if others else ", ".join(named)
 
 
 def _surer_text(places: Sequence[int]) -> str:
@@ -98,7 +125,7 @@ def _surer_text(places: Sequence[int]) -> str:
     if not places:
         return ""
     why = "is less likely to be, because its estimate is" if len(places) == 1 else ""
-    return f" {_name_rivals(places)} {why or 'are less likely to be, because their estimates are'} surer."
+    return f" {name_rivals(places)} {why or 'are less likely to be, because their estimates are'} surer."
 
 
 def _describe_other_chips(request: SearchRequest, rows: Sequence[RankedLayout], options: Sequence[str]) -> list[str]:
@@ -197,12 +224,6 @@ def _measure_text(request: SearchRequest, rows: Sequence[RankedLayout], place: i
     if not has_devices(target_slice(request, best)):
         command = launch_command(request, best, command)
     return f"{text}." if command is None else f"{text}: {command}"
-
-
-def _name_rivals(places: Sequence[int]) -> str:
-    named = [f"#{place}" for place in places[:MAX_NAMED_RIVALS]]
-    others = len(places) - len(named)
-    return f"{', '.join(named)} and {others} more" if others else ", ".join(named)
 
 
 def _better(request: SearchRequest) -> str:
