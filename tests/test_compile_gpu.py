@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +81,17 @@ def test_a_plugin_without_its_package_counts_as_missing(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu.Gpu, "plugins", ("importlib",))
     hint = get_platform("gpu").compiler_install_hint(parse_target("h100-8"))
     assert hint is not None and "importlib is not installed" in hint and "uv sync --extra gpu-compile" in hint
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("first_use", ["", "jax.devices(); "])
+def test_gpus_are_described_although_jax_refuses_its_plugin_without_cuda(first_use: str):
+    mesh = "valkyrie.slice('h100-8').mesh((8,), ('x',))"
+    code = f"import jax, valkyrie; {first_use}print({mesh}.size, len(jax.devices('cpu')))"
+    environment = {**os.environ, "JAX_PLATFORMS": ""}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.stdout == "8 1\n", result.stdout + result.stderr
+    assert first_use or "CUDA" not in result.stderr
 
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)

@@ -165,6 +165,20 @@ def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
     assert compiled_batches == [8, 16, 16] and "1 of 6" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_stored_results_of_gpus_print_the_table_of_the_page(
+    predict: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = Path(predict.HERE)
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--kept", "--rows", str(folder / "gpu" / "rows.csv")])
+    predict.main()
+    printed = [line.rpartition("|")[0].rpartition("|")[0] for line in capsys.readouterr().out.splitlines()]
+    page = (folder.parent / "README.md").read_text().partition("### Compiled steps against GPU runs")[2].splitlines()
+    shown = [line for line in page if line.startswith("| all |") or line.startswith(("| MaxText", "| PaxML"))][:6]
+    assert len(shown) == 6 and all(line.startswith(("| MaxText", "| PaxML", "| all | 16")) for line in shown)
+    assert {line.replace(" (H200)", "").rstrip("|").strip() for line in shown} <= {line.strip() for line in printed}
+
+
 def test_a_result_stays_valid_if_sources_change_but_the_program_does_not(
     predict: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):

@@ -232,6 +232,11 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     write_record(folder / ANSWER_FILE, replace(answer, best=[replace(layout, low_s=0.5, high_s=0.5)]))
     text = write_report(folder).read_text()
     assert ">unknown</td>" in text and "interval unknown" in text, "no interval is not a sure step time"
+    assert "<h3>Fastest of 2 " not in text
+    others = [make_trial(layout, rate, target="v6e-8") for layout, rate in (("8x1x1-fsdp", 9), ("2x4x1-2d_tp", 5))]
+    write_sweep(folder, [make_trial("2x4x1-2d_tp", 5), *others])
+    text = write_report(folder).read_text()
+    assert "<h3>Fastest of 2 predicted for v6e-8</h3>" in text, "explanations name their slice"
 
 
 def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):

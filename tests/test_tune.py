@@ -415,6 +415,13 @@ def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tune_
         assert composed.run.config.target.chip.xla_options[FUSE_GATHERS] is True
 
 
+@pytest.mark.parametrize(("target", "compiler"), [("v4-8", "libtpu"), ("h100-4", "jaxlib")])
+def test_tuned_yaml_names_the_version_of_the_compiler_that_was_used(target: str, compiler: str):
+    run = shared_run("mode=tune", "model=s5_tiny", "mesh=2x2x1", f"target={target}", "batch=8", "seq=16")
+    tuned = TunedRun(start_s=10.0, step_s=10.0, options={}, attempts=(), run=run)
+    assert f"with these options ({compiler} " in experiment_yaml(tuned)
+
+
 def test_ctrl_c_keeps_the_best_options_so_far(
     install_compiler: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

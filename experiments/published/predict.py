@@ -95,7 +95,10 @@ def main() -> None:
     for result in [*stored.values(), *table_results]:
         name = result["row"]
         result["earlier"] = "made_by" in result and name in runs and result["made_by"] != prediction_keys[name]
-    published = replace_published_runs(args, published_ratios([r for r in stored.values() if not r["earlier"]], rows))
+    # With --kept, another table has only results of an earlier program to derive its corrections from.
+    with_earlier = args.kept and args.rows.resolve() != HERE / "rows.csv"
+    replayed = [r for r in stored.values() if with_earlier or not r["earlier"]]
+    published = replace_published_runs(args, published_ratios(replayed, rows))
     table_results = [
         add_guesses(r, rows[r["row"]], all_rows, published) if r["row"] in rows else r for r in table_results
     ]

@@ -7,7 +7,8 @@ import ctypes.util
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from importlib import metadata
+from functools import partial
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Environment variable with the share of a GPU's memory that JAX reserves. The rest is for CUDA, NCCL and cuDNN."""
+_SKIP_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""Environment variable that makes JAX's plugin start without CUDA's libraries, which compiling does not need."""
 _CUDA_VERSION, _CUDNN_VERSION = (13, 0, 0), (9, 12, 0)
 """Versions that programs are compiled for. XLA chooses cuDNN's attention kernels only from cuDNN 9."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -161,15 +164,36 @@ class Gpu(Platform):
             chip, hosts=target.hosts * target.slices
         ):
             raise ValueError(problem)
-        from jax.experimental import topologies
-
         domains, config = target.hosts // target.domain_hosts, _target_config(chip)
         shape = f"{domains}x{target.domain_hosts}x{target.chips // target.hosts}"
         # JAX refuses a program with devices of two descriptions, even of the same topology.
         if (key := (shape, config)) not in _described_devices:
-            described = topologies.get_topology_desc(platform="cuda", topology=shape, target_config=config)
-            _described_devices[key] = tuple(described.devices)
+            _described_devices[key] = tuple(self._describe_devices(shape, config))
         return list(_described_devices[key])
+
+    def _describe_devices(self, shape: str, config: str) -> list[Any]:
+        """Return the devices of a topology, as XLA describes them, also if JAX has refused to start its plugin.
+
+        JAX starts all plugins at its first use. Without CUDA's libraries, it starts this one only if `JAX_PLATFORMS`
+        is set to other platforms, or `_SKIP_CHECKS`. Raises ValueError on a machine with NVIDIA's driver, where a
+        plugin that starts without them could make JAX fail.
+        """
+        from jax.experimental import topologies
+
+        describe = partial(topologies.get_topology_desc, platform="cuda", topology=shape, target_config=config)
+        if not self.has_driver():
+            os.environ.setdefault(_SKIP_CHECKS, "1")
+        try:
+            return describe().devices
+        except NotImplementedError:
+            if self.has_driver():
+                raise ValueError(
+                    "JAX's CUDA plugin did not start, probably because CUDA's libraries are missing. To compile for "
+                    "GPUs without using one, set JAX_PLATFORMS=cpu. To use this machine's, `uv sync --extra cuda`."
+                ) from None
+        # The plugin was refused before the variable was set, such as by `jax.devices()`.
+        next(import_module(f"jax_plugins.{name}") for name in self.jax_plugins if _is_installed(name)).initialize()
+        return describe().devices
 
     @contextlib.contextmanager
     def lowering_for(self, chip: ChipConfig | None) -> Iterator[None]:
@@ -199,6 +223,10 @@ class Gpu(Platform):
             _lowered_chips.pop()
             for name, function in saved.items():
                 setattr(attention, name, function)
+
+
+def _is_installed(jax_plugin: str) -> bool:
+    return importlib.util.find_spec(f"jax_plugins.{jax_plugin}") is not None
 
 
 def is_lowering_for_chip() -> bool:

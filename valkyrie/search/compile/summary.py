@@ -62,7 +62,7 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
     Args:
         run: The run.
         compiled: Result of its compile.
-        replay: Replay of its step, or None if the compile failed or the target is a CPU or GPU. Without a replay, the
+        replay: Replay of its step, or None if the compile failed or the target is a CPU. Without a replay, the
             prediction has no step time.
         uses: Collectives of its program, with times only if there is a replay.
     """

@@ -10,6 +10,7 @@ from rich.status import Status
 
 from valkyrie.config.modes import ATTEMPTS_FILE, TUNED_FILE, settings_for
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import EXIT_INTERRUPTED
@@ -185,12 +186,14 @@ def experiment_yaml(tuned_run: TunedRun) -> str:
     """
     record = tuned_run.run.layout_record()
     steps = [duration_text(seconds) for seconds in (tuned_run.start_s, tuned_run.step_s)]
+    package = get_platform(tuned_run.run.config.target.platform).compiler_packages[0]
+    compiler = f"{package} {installed_version(package)}"
     lines = [
         "# @package _global_",
         f"# {training_command(tuned_run)}",
         "# Or copy this file to FOLDER/experiment/tuned.yaml and train with --config-dir FOLDER +experiment=tuned.",
         f"# {record.model} under {record.layout} on {record.described}, batch {record.batch} x {record.seq}:",
-        f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {installed_version('libtpu')}).",
+        f"# predicted step {steps[0]} without, {steps[1]} with these options ({compiler}).",
     ]
     lines += [f"# {line}" for line in option_gains(tuned_run)]
     if tuned_run.added:
