@@ -1402,7 +1402,9 @@ def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rival
     assert len(lines) == bool(limits) and all(limit in line for line in lines for limit in limits)
     if lines:
         run = parse_run(expand_shorthand(shlex.split(lines[0].partition("valkyrie-train ")[2])))
-        assert "compiles #2, #3 too" in lines[0], "#4 is too slow, and #5 is compiled"
+        assert "compiles #2, #3." in lines[0], "#4 is too slow, and #5 is compiled"
+        (line,) = describe_rival_budget(request, [replace(best, stage=Stage.estimate), *rows[1:]], compiled_layouts)
+        assert "mode.budget=5min" in line and "compiles #1, #2, #3." in line
         assert parse_request(run).mode.budget == "3min" and parse_request(run).mode.compiles in (6, 12)
 
 

@@ -110,13 +110,15 @@ def describe_rival_budget(
 ) -> list[str]:
     """Return a sentence with the limits of a search that probably suffice to compile the estimated rivals of an answer.
 
-    The budget is the sum of the upper quartiles of their compile times. Returns an empty list without rivals, if the
-    first row is only estimated, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
+    They include the first row if it is only estimated. The budget is the sum of the upper quartiles of their compile
+    times. Returns an empty list without rivals, if nothing was compiled, or if compiling ended for another reason than
+    `mode.budget`, `mode.compiles` or Ctrl-C.
     """
     reason, stopped_s = compiled_layouts.stop_reason, compiled_layouts.stopped_s
     is_cut_short = stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
-    rivals = [place for place in find_estimated_rivals(request, rows) if rows[place - 1].compile]
-    if not rivals or not is_cut_short or rows[0].stage is Stage.estimate:
+    places = [*([1] if rows[0].stage is Stage.estimate else []), *find_estimated_rivals(request, rows)]
+    rivals = [place for place in places if rows[place - 1].compile]
+    if not rivals or not is_cut_short or not compiled_layouts.layouts:
         return []
     durations = [durations_on(request, target_slice(request, rows[place - 1])) for place in rivals]
     seconds, limits = sum(max(each.high_s, 0 if each.on_chip else stopped_s or 0) for each in durations), list[str]()
@@ -124,7 +126,7 @@ def describe_rival_budget(
         limits.append(f"mode.budget={math.ceil(seconds / 60)}min")
     if (count := len(compiled_layouts.layouts) + len(rivals)) > request.mode.compiles:
         limits.append(f"mode.compiles={count}")
-    text = f"With {' and '.join(limits)}, this search probably compiles {name_rivals(rivals)} too"
+    text = f"With {' and '.join(limits)}, this search probably compiles {name_rivals(rivals)}"
     return [f"{text}. Finished compiles are kept: {search_command(request, *limits)}"] if limits else []
 
 

@@ -39,7 +39,7 @@ def collect_remarks(
     """Return the sentences below the table of an answer.
 
     They state why an interval is unknown and costs by kind of chip, compare the best layout with baselines, and suggest
-    unpadded attention heads and more compiles if useful. `rows` is the table, the best first.
+    unpadded attention heads if useful. `rows` is the table, the best first.
     """
     best = rows[0]
     is_estimate = best.stage is Stage.estimate
@@ -52,12 +52,7 @@ def collect_remarks(
     lines += [*explain_batch(best), *describe_intervals(request, rows)]
     lines += describe_costs(request, rows)
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
-        text = f"The best layout is only estimated. {ratios}"
-        if (count := len(compiled_layouts.layouts)) >= request.mode.compiles:
-            text += f" Compile more: mode.compiles={max(6, 2 * count)}."
-        elif "mode.budget" in compiled_layouts.stop_reason:
-            text += " Compile more: use a longer mode.budget=."
-        lines.append(text)
+        lines.append(f"The best layout is only estimated. {ratios}")
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
     baselines = find_baselines(request, ranking, target, best.candidate)
