@@ -28,7 +28,8 @@ def parse_target(
 
     `CHIP-N` is the cloud's name of a slice. N is the number of chips, or of cores for chips with `units_in_name` > 1,
     and the slice has the default shape for this size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips
-    along each axis; the suffix `_twisted` selects the twisted torus. `cpuN` is N simulated CPU devices.
+    along each axis; the suffix `_twisted` selects the twisted torus. For chips without a torus, `CHIP-AxB` is A hosts
+    of B chips. `cpuN` is N simulated CPU devices.
 
     The returned target has the shortest name of its slice: `v4-4x4x4` becomes `v4-128`.
 
@@ -53,7 +54,16 @@ def parse_target(
     if size.isdecimal() and (separator == "-" or chip.ici_axes is None):
         return make_slice(chip, _shape_for_size(chip, name, int(size)))
     if not size or chip.ici_axes is None:
+        hosts = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", size)
+        if hosts and [int(hosts[2])] == list(chip.host_bounds):
+            return make_slice(chip, _shape_for_size(chip, name, int(hosts[1]) * int(hosts[2])))
         reason = "has no torus" if size else "has no number of chips"
+        if hosts and chip.host_bounds:
+            usual, chips = chip.host_bounds[0], int(hosts[1]) * int(hosts[2])
+            raise ValueError(
+                f"target={name}: hosts of {chip.name} have {usual} chips. For hosts of {hosts[2]}, set "
+                f"target={chip.name}-{chips} target.hosts={hosts[1]}."
+            )
         raise ValueError(f"target={name} {reason}. {_syntax_hint(chip)}")
     topology_error = chip.slices.topology_error(size, chip.name, _target_formatter(chip), f"target={chip.name}-")
     if topology_error is not None:
