@@ -59,10 +59,10 @@ def parse_target(
             return make_slice(chip, _shape_for_size(chip, name, int(hosts[1]) * int(hosts[2])))
         reason = "has no torus" if size else "has no number of chips"
         if hosts and chip.host_bounds:
-            usual, chips = chip.host_bounds[0], int(hosts[1]) * int(hosts[2])
+            usual, count = chip.host_bounds[0], int(hosts[1]) * int(hosts[2])
             raise ValueError(
                 f"target={name}: hosts of {chip.name} have {usual} chips. For hosts of {hosts[2]}, set "
-                f"target={chip.name}-{chips} target.hosts={hosts[1]}."
+                f"target={chip.name}-{count} target.hosts={hosts[1]}."
             )
         raise ValueError(f"target={name} {reason}. {_syntax_hint(chip)}")
     topology_error = chip.slices.topology_error(size, chip.name, _target_formatter(chip), f"target={chip.name}-")
