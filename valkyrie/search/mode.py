@@ -149,10 +149,6 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
     rows = add_batches(rows, ranking, compiled_layouts)
     rows = _add_commands(request, rows, compiled_layouts, options)
-    warning = describe_missing_compiles(request, rows, compiled_layouts)
-    certainty = describe_certainty(request, rows, describe_compile_time(request, rows[0], compiled_layouts), options)
-    if not warning:
-        certainty += describe_rival_budget(request, rows, compiled_layouts)
     launch = None if has_devices(target_slice(request, rows[0])) else launch_command(request, rows[0], rows[0].train)
     answer = SearchAnswer(
         command=list(run.arguments),
@@ -184,13 +180,26 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         train=rows[0].train,
         launch=launch,
         prices=describe_prices(request),
-        warning=warning,
-        certainty=certainty,
+        warning=describe_missing_compiles(request, rows, compiled_layouts),
+        certainty=_describe_certainty(request, rows, compiled_layouts, options),
     )
     print_answer(answer, console)
     _print_commands(answer, folder, console)
     _print_refusals(space, console)
     return SearchResult(status, folder, answer)
+
+
+def _describe_certainty(
+    request: SearchRequest, rows: Sequence[RankedLayout], compiled_layouts: CompiledLayouts, options: Sequence[str]
+) -> list[str]:
+    """Return the sentences on how sure the order is, and the limits of a search that compiles the rivals.
+
+    Without these limits if the answer has a warning, which has a budget.
+    """
+    compile_time = describe_compile_time(request, rows[0], compiled_layouts)
+    lines = describe_certainty(request, rows, compile_time, options)
+    has_warning = describe_missing_compiles(request, rows, compiled_layouts) != ""
+    return lines if has_warning else [*lines, *describe_rival_budget(request, rows, compiled_layouts)]
 
 
 def _print_commands(answer: SearchAnswer, folder: Path, console: Console) -> None:
