@@ -23,7 +23,7 @@ from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation
 from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.parallel.candidates import Candidates
-from valkyrie.parallel.partition import AccumulatedGradients, MemoryKind, SumGradientsPer, resolve_rules
+from valkyrie.parallel.partition import MemoryKind, SumGradientsPer, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, saved_location
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.memory_errors import UNKNOWN_ERROR, memory_estimate_errors
@@ -245,24 +245,16 @@ class MemoryEstimator:
         turns = layouts.rounds * layouts.microbatches + layouts.stages - 1
         copies = np.where((layouts.stages > 1) & (not layouts.is_1f1b), 1 + 1 / turns, 1)
         saved_total, unnamed_total = copies * saved_total, copies * unnamed_total
-        logits_bytes, group_bytes, named_bytes = self._working_sets
+        logits_bytes, group_bytes, recomputed_bytes = self._working_sets
         # In the backward pass of a group: gathered keys and values with their gradients, the gathered inputs of a mixer
         # and a feed-forward with theirs, and the gathered tokens of experts.
         gathers_layers = (layouts.stages == 1) | (gradients_kind == "stored")
         gathered_bytes = self.gathered_bytes * gathers_layers
         gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
-        gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes
+        gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes + self._cast_bytes
         platform = get_platform(self.run.config.target.platform)
-        return platform.activation_bytes(
-            saved_total,
-            unnamed_total,
-            logits_bytes,
-            group_bytes,
-            self._kernel_bytes,
-            named_bytes,
-            gradients,
-            gathered_bytes,
-        )
+        inputs = logits_bytes, group_bytes, self._kernel_bytes, recomputed_bytes, gradients, gathered_bytes
+        return platform.activation_bytes(saved_total, unnamed_total, *inputs)
 
     @cached_property
     def _gathered_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
@@ -311,8 +303,8 @@ class MemoryEstimator:
 
         The group is that with the largest sum of both other items, such as the layers with experts after dense ones.
         The second item is all activations of the group's largest layer: the backward pass has the temporaries of one
-        layer at a time. With a pipeline, it includes the residual stream of all microbatches. The third item is the
-        named activations of the group's other layers.
+        layer at a time. With a pipeline, it includes the residual stream of all microbatches. The third item is what
+        the group's other layers recompute.
         """
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
         logits, group, others, is_pipelined = *(np.zeros(len(layouts)) for _ in range(3)), layouts.stages > 1
@@ -332,13 +324,29 @@ class MemoryEstimator:
         return logits / layouts.stages * self._microbatches_per_loss, group, others
 
     def _group_bytes(self, group: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes per device of all activations of a group's largest layer, and of the others' named ones."""
+        """Return the bytes per device of all activations of a group's largest layer, and those the others recompute."""
         layers = [layer.saved_activations(is_first=False) for layer in group]
         totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
-        named = np.array([sum(self._saved_bytes(a) for a in layer if a.name is not None) for layer in layers])
+        recomputed = np.array([self._recomputed_bytes(activations) for activations in layers])
         largest = totals.argmax(axis=0)[None]
-        others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
+        others = recomputed.sum(axis=0) - np.take_along_axis(recomputed, largest, axis=0)[0]
         return np.take_along_axis(totals, largest, axis=0)[0], others
+
+    def _recomputed_bytes(self, layer: Sequence[SavedActivation]) -> np.ndarray:
+        """Return the bytes per device that a layer recomputes at the start of its group's backward pass and keeps.
+
+        These are its named activations, except those needed only to recompute others, and half of its unnamed arrays
+        in the compute dtype. XLA fuses the other half with their readers, and also arrays that follow from a single
+        product (buffers of nanochat and of valkyrie_125m with embed=640, experiments/LOG.md).
+        """
+        total = np.zeros(len(self.layouts))
+        for activation in layer:
+            products = sum(other.product and other.tensor.axes == activation.tensor.axes for other in layer)
+            if activation.name is None and products > 1 and not activation.float32:
+                total = total + self._saved_bytes(replace(activation, saved_ratio=0.5))
+            elif activation.name is not None and activation.needed_for is None:
+                total = total + self._saved_bytes(activation)
+        return total
 
     @cached_property
     def _kernel_bytes(self) -> np.ndarray:
@@ -357,6 +365,20 @@ class MemoryEstimator:
                 bytes_ = sum(n * self._saved_bytes(a) for n, a in zip(copies, arrays, strict=True))
                 total = np.maximum(total, bytes_)
         return total
+
+    @cached_property
+    def _cast_bytes(self) -> np.ndarray:
+        """Bytes per device of all layers' weights in the compute dtype. XLA casts them before the loop over layers.
+
+        0 with a pipeline, for which `_stage_copies` counts them, and without a loop.
+        """
+        layouts, policy, model = self.layouts, self.run.config.precision, self.run.model
+        if policy.parameter == policy.compute or not isinstance(model, LayeredModel):
+            return np.zeros(len(layouts))
+        weights = [spec for spec in self.parameters if LAYERS in spec.axes and not spec.float32]
+        elements = sum(layouts.shard_elements(spec, "stored") for spec in weights)
+        is_loop = max(repeats for _, repeats in model.segments()) > 1
+        return np.where(layouts.stages > 1, 0.0, is_loop * policy.compute.itemsize * elements)
 
     @cached_property
     def _dispatched_bytes(self) -> np.ndarray:
@@ -399,11 +421,8 @@ class MemoryEstimator:
         ratio = 1 if activation.saved_ratio is None else activation.saved_ratio
         if not self._shards_rows_over_embed:
             return self._bytes(activation) * ratio
-        return (
-            self._bytes(activation)
-            * ratio
-            / self.layouts.head_row_shards(activation.tensor.axes, self._local_sequences)
-        )
+        shards = self.layouts.head_row_shards(activation.tensor.axes, self._local_sequences)
+        return self._bytes(activation) * ratio / shards
 
     @cached_property
     def _shards_rows_over_embed(self) -> bool:
@@ -444,25 +463,6 @@ def to_candidates(runs: Sequence[Run]) -> Candidates:
         np.array([layout.microbatches for layout in layouts]),
         np.full(len(runs), float(config.partition.rounds)),
     )
-
-
-def accumulated_gradients(run: Run, chip: ChipConfig | None = None) -> AccumulatedGradients | None:
-    """Return how often a step of a run sums gradients over devices, and the memory for them.
-
-    Returns None if the run has no choice: without microbatches or a pipeline, or if no mesh axis splits the batch.
-    `chip` limits the memory if the run's target has no chip.
-    """
-    estimator = MemoryEstimator(run, to_candidates([run]), run.config.target.chip or chip)
-    if not estimator.layouts.can_sum_gradients_once.item():
-        return None
-    remat, layouts = run.config.remat, estimator.layouts
-    per, axes = SumGradientsPer.microbatch, ()
-    if estimator.sums_gradients_once(remat).item():
-        per, axes = SumGradientsPer.step, layouts.activations[BATCH]
-    elif layouts.can_sum_replicas_once.item():
-        per, axes = SumGradientsPer.hybrid, layouts.replica_axes
-    once_axes = tuple(axis for axis in axes if layouts.sizes[axis].item() > 1)
-    return AccumulatedGradients(per, int(estimator.estimate(remat).gradients.item()), once_axes)
 
 
 def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:

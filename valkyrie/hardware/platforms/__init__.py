@@ -195,11 +195,11 @@ class Platform(ABC):
     def activation_bytes(
         self,
         saved_bytes: Any,
-        unnamed_bytes: Any,
+        unrecomputed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
         kernel_bytes: Any,
-        named_bytes: Any,
+        recomputed_bytes: Any,
         gradient_bytes: Any,
         gathered_bytes: Any,
     ) -> Any:
@@ -209,15 +209,15 @@ class Platform(ABC):
 
         Args:
             saved_bytes: Bytes saved for the backward pass.
-            unnamed_bytes: Part of `saved_bytes` with neither a name nor a `saved_ratio`.
+            unrecomputed_bytes: Part of `saved_bytes` with neither a name nor a `saved_ratio`.
             loss_bytes: Working set of the loss.
             group_bytes: Working set of the largest layer of a group of layers.
             kernel_bytes: Bytes that the attention kernel of a layer reads and writes.
-            named_bytes: Activations of the group's other layers that a remat policy can name.
+            recomputed_bytes: What the group's other layers recompute for their backward passes.
             gradient_bytes: Bytes of all gradients.
             gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.
         """
-        return saved_bytes + loss_bytes + group_bytes + named_bytes
+        return saved_bytes + loss_bytes + group_bytes + recomputed_bytes
 
     def describe_device(self, device_kind: str, chip: ChipConfig | None) -> str:
         """Return the properties of a device that compiled programs depend on, as part of cache keys."""
