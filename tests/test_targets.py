@@ -72,6 +72,7 @@ def test_a_name_means_the_same_slice_as_at_its_cloud(name: str, topology: str, h
         ("h200-1", "h200-1 (1 h200 chip, 1 host)", 1),
         ("h100-8", "h100-8 (8 h100 chips, 1 host)", 8),
         ("a100-16", "a100-16 (16 a100 chips, 2 hosts)", 16),
+        ("a100_40gb-16", "a100_40gb-16 (16 a100_40gb chips, 2 hosts)", 16),
         ("h100:8", "h100-8 (8 h100 chips, 1 host)", 8),
         ("h100-8x8", "h100-64 (64 h100 chips, 8 hosts)", 64),
         ("gb200-18x4", "gb200-72 (72 gb200 chips, 18 hosts in 1 NVLink domain)", 72),
