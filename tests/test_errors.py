@@ -123,6 +123,7 @@ MISTAKES |= {
         "partition=null",
         "mesh.name=4x4x2",
         "partition.name=dp",
+        "model=moe_tiny model.moe.capacity_factor=0.001",
         "model.block_pattern=s5",
         "model.attention=3",
         "model.tie_embeddings=maybe",

@@ -265,6 +265,19 @@ def test_bad_settings_are_refused(override, key, allowed):
     assert allowed in (problem.allowed.least, problem.allowed.most, problem.allowed.above)
 
 
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_a_capacity_that_drops_nearly_everything_is_refused_with_the_least_that_does_not(dispatch):
+    def problems(capacity_factor, seq):
+        block = MoE(experts=8, top_k=2, dispatch=dispatch, capacity_factor=capacity_factor)
+        return block.sequence_problems(BlockContext(EMBED, 2, key="model.moe"), seq)
+
+    (problem,) = problems(0.001, 1000)
+    assert (problem.code, problem.key) == (ProblemCode.out_of_range, "model.moe.capacity_factor")
+    assert "0.25 tokens" in problem.text and "at least 0.004, " in problem.text
+    assert problems(0.004, 1000) == problems(0.5, 1) == problems(None, 1) == []
+    assert problems(0.49, 8)
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "remedy"),
     [

@@ -171,5 +171,9 @@ def test_a_run_whose_layout_may_drop_rows_of_experts_says_so():
     for mode in ("mode=train", "mode=show"):
         (note,) = layout_notes(valkyrie.compose(*limited, mode))
         assert note.startswith("model.moe.capacity_factor=1.25: ") and "model.moe.capacity_factor=null" in note
+    for dispatch in ("sorted", "dense"):
+        small = ("model.moe.capacity_factor=0.3", f"model.moe.dispatch={dispatch}", "partition=fsdp")
+        (note,) = layout_notes(valkyrie.compose(*limited, *small))
+        assert "about 70%" in note and "model.moe.capacity_factor=1 or more" in note
     for change in ("model.moe.capacity_factor=null", "model.moe.capacity_factor=4", "partition=fsdp", "mode=search"):
         assert layout_notes(valkyrie.compose(*limited, "target=cpu8", change)) == []

@@ -173,8 +173,7 @@ class Block(ABC):
         activations: Axes of the activations that its module applies a sharding constraint to.
         sharded_like: Maps an axis to another axis with the same sharding, such as `kv_heads` to `heads`. The axis is
             replicated over mesh axes that do not divide its length.
-        dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
-            instead.
+        dispatches: Axes of its parameters, such as experts, that are never gathered: tokens are sent to their shards.
         small_axes: Axes of small matrices that every device may compute. Under model parallelism, `mode=show` does not
             note that they have no rule.
         norm_group: Optimizer group of the norm before a mixer. The norm before a feed-forward is in the group `vector`.
@@ -292,8 +291,7 @@ class Block(ABC):
     def exchanged_halves(self, context: BlockContext) -> list[SavedActivation]:
         """Return the activations whose half-shards are exchanged if the sequence is split.
 
-        Splash attention with a causal mask does this with its queries and its output: each shard computes an early and
-        a late half.
+        Causal splash attention does this with its queries and output: each shard computes an early and a late half.
         """
         return []
 
@@ -316,8 +314,7 @@ class Block(ABC):
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
         """Return the activations that `saves` declares, with the lengths of their axes.
 
-        If the block's output is needed only to recompute another activation, `needed_for` is the name of that
-        activation.
+        With `needed_for`, its output is needed only to recompute the activation with this name.
         """
         sizes = self._sizes(context)
         return [
@@ -333,6 +330,10 @@ class Block(ABC):
             )
             for s in self.saves(context)
         ]
+
+    def sequence_problems(self, context: BlockContext, seq: int) -> list[Problem]:
+        """Return every reason why it cannot use sequences of `seq` tokens, if `problems` returns none."""
+        return []
 
     def layout_notes(self, context: BlockContext, shard_count: Callable[[str], int]) -> list[str]:
         """Return what a user should know of results under a layout that splits axes into `shard_count` parts."""

@@ -23,7 +23,11 @@ from valkyrie.models.block import (
 from valkyrie.models.dispatch import DispatchWork
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.ops.choices import GroupScore, RouterScores
-from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
+from valkyrie.problems import Problem, ProblemCode, Range, check_range, nearest_divisor
+from valkyrie.units import percent_text
+
+_MIN_KEPT_SHARE = 0.5
+"""Capacity factors below this share of the mean load get a note, because most rows of balanced experts are dropped."""
 
 
 class LoadSpan(Enum):
@@ -156,6 +160,20 @@ class MoE(Block):
         otherwise = "null for no limit"
         return problems + check_range(f"{key}.capacity_factor", self.capacity_factor, above=0, otherwise=otherwise)
 
+    def sequence_problems(self, context: BlockContext, seq: int) -> list[Problem]:
+        """Refuse a capacity of less than one token per expert and sequence, unless it has room for half of all rows."""
+        least = min(_MIN_KEPT_SHARE, self.experts / (seq * self.top_k))
+        if self.capacity_factor is None or self.capacity_factor >= least:
+            return []
+        key, rows = f"{context.key}.capacity_factor", self.capacity_factor * seq * self.top_k / self.experts
+        nearest = math.ceil(1e4 * least) / 1e4 if least >= 1e-3 else least
+        text = (
+            f"{key}={self.capacity_factor:g} has room for {rows:.2g} tokens per expert and sequence of seq={seq}, so "
+            f"nearly all tokens skip their experts. Use at least {nearest:g}, 1 or more to drop few, or "
+            "null to drop none."
+        )
+        return [Problem(ProblemCode.out_of_range, key, self.capacity_factor, text, allowed=Range(least=least))]
+
     def _group_problems(self, key: str) -> list[Problem]:
         """Return the problems of the settings of groups, for at least one expert."""
         if self.groups < 1 or self.experts % self.groups:
@@ -239,12 +257,16 @@ class MoE(Block):
         return GatheredRows(EXPERTS, self.experts / self.top_k, self.capacity_factor)
 
     def layout_notes(self, context: BlockContext, shard_count: Callable[[str], int]) -> list[str]:
-        rows = self._gathered_rows
-        if rows is None or not rows.is_limited(shard_count(InUse(EXPERTS))):
+        factor, rows = self.capacity_factor, self._gathered_rows
+        key, remedy = f"{context.key}.capacity_factor", "null to drop none"
+        if factor is not None and factor < _MIN_KEPT_SHARE:
+            text = f"about {percent_text(1 - factor)} of the rows are dropped even if all experts get equally many"
+            remedy = f"1 or more, or {remedy}"
+        elif rows is not None and rows.is_limited(shard_count(InUse(EXPERTS))):
+            text = f"rows beyond {factor:g} times the mean load of a device are dropped"
+        else:
             return []
-        key, factor = f"{context.key}.capacity_factor", f"{self.capacity_factor:g}"
-        text = f"{key}={factor}: rows beyond {factor} times the mean load of a device are dropped"
-        return [f"{text}. Use {key}=null to drop none"]
+        return [f"{key}={factor:g}: {text}. Use {key}={remedy}"]
 
     def dispatch_work(self, context: BlockContext, seq: int) -> DispatchWork:
         if self.dispatch is not Dispatch.dense:
