@@ -261,6 +261,13 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     assert shares == pytest.approx({"#1": 0.9, "#2": 0.3})
     errors = estimate_errors()
     assert f"{errors.memory_low:.2f} to {errors.memory_high:.2f} times their estimates" in text
+    for outcomes, counted in (
+        ({"ok": 2}, "The best of 2 layouts: all compiled"),
+        ({"ok": 1, "failed": 1}, "The best of 2 layouts: 1 compiled, the others estimated"),
+        ({"timeout": 2}, "The best of 2 layouts: estimated, none compiled"),
+    ):
+        write_record(tmp_path / ANSWER_FILE, replace(answer, layouts=2, compiled=2, compile_outcomes=outcomes))
+        assert counted in write_report(tmp_path).read_text(), "a failed compile leaves a layout estimated"
     tried = [TriedBatch(8 * n, 1000.0 + n, n * 2**30, n < 4, Stage.estimate) for n in (1, 2, 4)]
     command = "valkyrie-train mode=compile batch=8"
     batches = {"best": [replace(rows[0], batches=tried)], "remarks": [f"To compile it: {command}"]}

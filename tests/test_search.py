@@ -1405,6 +1405,13 @@ def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rival
         assert "compiles #2, #3." in lines[0], "#4 is too slow, and #5 is compiled"
         (line,) = describe_rival_budget(request, [replace(best, stage=Stage.estimate), *rows[1:]], compiled_layouts)
         assert "mode.budget=5min" in line and "compiles #1, #2, #3." in line
+        batches = [
+            TriedBatch(batch, best.tokens_per_second_per_chip, None, True, stage)
+            for batch, stage in ((0, Stage.compile), (64, Stage.estimate))
+        ]
+        for others, names in ((rows[1:], "compiles #1 with batch=64, #2, #3."), ([], "compiles #1 with batch=64.")):
+            (line,) = describe_rival_budget(request, [replace(best, batches=batches), *others], compiled_layouts)
+            assert names in line and f"mode.budget={5 if others else 2}min" in line, "this batch is compiled first"
         assert parse_request(run).mode.budget == "3min" and parse_request(run).mode.compiles in (6, 12)
 
 

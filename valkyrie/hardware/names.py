@@ -54,12 +54,13 @@ def parse_target(
     if size.isdecimal() and (separator == "-" or chip.ici_axes is None):
         return make_slice(chip, _shape_for_size(chip, name, int(size)))
     if not size or chip.ici_axes is None:
-        hosts = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", size)
-        if hosts and [int(hosts[2])] == list(chip.host_bounds):
-            return make_slice(chip, _shape_for_size(chip, name, int(hosts[1]) * int(hosts[2])))
         reason = "has no torus" if size else "has no number of chips"
+        hosts = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", size)
         if hosts and chip.host_bounds:
             usual, count = chip.host_bounds[0], int(hosts[1]) * int(hosts[2])
+            shape = _shape_for_size(chip, name, count)
+            if int(hosts[2]) == usual:
+                return make_slice(chip, shape)
             raise ValueError(
                 f"target={name}: hosts of {chip.name} have {usual} chips. For hosts of {hosts[2]}, set "
                 f"target={chip.name}-{count} target.hosts={hosts[1]}."

@@ -241,8 +241,8 @@ def _batch_figures(answer: SearchAnswer) -> list[AnswerFigure]:
     usable = None if best.usable is None else best.usable / 2**30
     scope = "The layout of #1 with other batches, up to the largest that fits by estimate. "
     rate_caption = (
-        f"{scope}Estimates are multiplied by the ratio of #1's time to its estimate. Lines connect batches whose "
-        "values have the same source. Where the curve is flat, a larger batch trains no faster."
+        f"{scope}Estimates are multiplied by the ratio of #1's time to its estimate. Lines connect neighbouring "
+        "batches with the same source. Where the curve is flat, a larger batch trains no faster."
     )
     memory_caption = f"{scope}Estimates are not corrected. The red line is the usable memory of a device."
     rate, memory = specs.batches(rates, "rate", "tokens/s/chip"), specs.batches(values, "memory", "GiB", usable)

@@ -35,6 +35,8 @@ SIMULATED_NOTE = (
     "Speeds on simulated devices were measured on CPU devices that simulate accelerators. Neither these speeds nor "
     "their order applies to accelerators. Losses, bytes sent and compiled memory are real."
 )
+_WITHOUT_PROGRAM = (Status.failed, Status.killed, Status.timeout, Status.refused)
+"""Outcomes of compiles that show neither the time nor the memory of a layout."""
 MAX_FACT_VALUES = 4
 """Maximum number of values listed for each fact at the top of a report."""
 MAX_WORKLOADS = 3
@@ -145,8 +147,9 @@ def summarise_search(search: SearchAnswer) -> Summary:
                 "price on demand", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}"
             )
         )
-    counted = f"{search.compiled} compiled, the others estimated" if search.compiled else "estimated, none compiled"
-    if search.compiled == search.layouts and search.batch is not None:
+    compiled = search.compiled - sum(search.compile_outcomes.get(status.value, 0) for status in _WITHOUT_PROGRAM)
+    counted = f"{compiled} compiled, the others estimated" if compiled else "estimated, none compiled"
+    if compiled == search.layouts and search.batch is not None:
         counted = "all compiled"
     return Summary(
         f"The best of {count_text(search.layouts, 'layout')}: {counted}", tuple(numbers), tuple(search.remarks)

@@ -138,12 +138,17 @@ def describe_batch_rival(request: SearchRequest, row: RankedLayout) -> list[str]
 
     Returns an empty list if this batch was compiled, and if the search does not vary the batch.
     """
-    batch = row.candidate.batch or 0
-    rates = {tried.batch: tried.tokens_per_second_per_chip for tried in row.batches if tried.fits}
-    rival = find_batch_rival(batch, rates)
-    if rival is None or any(t.batch == rival and t.stage is not Stage.estimate for t in row.batches):
+    if (rival := find_uncompiled_batch(row)) is None:
         return []
-    text = f"#1 may be faster with batch={rival}: {rates[rival]:,.0f} tokens/s/chip by estimate, which may be off by "
-    text += f"{percent_text(BATCH_ERROR)}. Before you decide, compile #1 with batch={rival} too"
-    layout = replace(row, overrides=replace(row.candidate, batch=rival).overrides)
+    text = f"#1 may be faster with batch={rival.batch}: {rival.tokens_per_second_per_chip:,.0f} tokens/s/chip by "
+    text += f"estimate, which may be off by {percent_text(BATCH_ERROR)}. "
+    text += f"Before you decide, compile #1 with batch={rival.batch} too"
+    layout = replace(row, overrides=replace(row.candidate, batch=rival.batch).overrides)
     return [f"{text}: {compile_command(request, layout)}" if row.compile else f"{text}."]
+
+
+def find_uncompiled_batch(row: RankedLayout) -> TriedBatch | None:
+    """Return the next larger batch of a row, or None if it was compiled, does not fit or is no rival of the row's."""
+    rates = {tried.batch: tried.tokens_per_second_per_chip for tried in row.batches if tried.fits}
+    batch = find_batch_rival(row.candidate.batch or 0, rates)
+    return next((tried for tried in row.batches if tried.batch == batch and tried.stage is Stage.estimate), None)

@@ -10,6 +10,7 @@ from valkyrie.config.arguments import abbreviate_search
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.answer_record import RankedLayout, Stage
+from valkyrie.search.batches import find_uncompiled_batch
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.durations import compile_durations, durations_on
 from valkyrie.search.local_devices import missing_compilers
@@ -110,14 +111,17 @@ def describe_rival_budget(
 ) -> list[str]:
     """Return a sentence with the limits of a search that probably suffice to compile the estimated rivals of an answer.
 
-    They include the first row if it is only estimated. The budget is the sum of the upper quartiles of their compile
-    times. Returns an empty list without rivals, if nothing was compiled, or if compiling ended for another reason than
-    `mode.budget`, `mode.compiles` or Ctrl-C.
+    They include the first row if it is only estimated, and its next larger batch, which searches compile before other
+    layouts. The budget is the sum of the upper quartiles of their compile times. Returns an empty list without rivals,
+    if nothing was compiled, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
     """
     reason, stopped_s = compiled_layouts.stop_reason, compiled_layouts.stopped_s
     is_cut_short = stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
     places = [*([1] if rows[0].stage is Stage.estimate else []), *find_estimated_rivals(request, rows)]
     rivals = [place for place in places if rows[place - 1].compile]
+    names = [name_rivals(rivals)] if rivals else []
+    if rows[0].compile and (batch := find_uncompiled_batch(rows[0])) is not None:
+        rivals, names = [1, *rivals], [f"#1 with batch={batch.batch}", *names]
     if not rivals or not is_cut_short or not compiled_layouts.layouts:
         return []
     durations = [durations_on(request, target_slice(request, rows[place - 1])) for place in rivals]
@@ -126,7 +130,7 @@ def describe_rival_budget(
         limits.append(f"mode.budget={math.ceil(seconds / 60)}min")
     if (count := len(compiled_layouts.layouts) + len(rivals)) > request.mode.compiles:
         limits.append(f"mode.compiles={count}")
-    text = f"With {' and '.join(limits)}, this search probably compiles {name_rivals(rivals)}"
+    text = f"With {' and '.join(limits)}, this search probably compiles {', '.join(names)}"
     return [f"{text}. Finished compiles are kept: {search_command(request, *limits)}"] if limits else []
 
 
