@@ -262,6 +262,8 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
         (("first=partition=fsdp", "second=seed=0"), ["second='seed=0'"]),
         (("first=partition=fsdp", "second=mode=search"), ["mode=search: a layout cannot set mode."]),
         (("first=partition=fsdp", "second=partition=fsdp log_every=7"), ["are the same layout"]),
+        (("first=partition=fsdp", "second=partition=fsdp_tp", "mesh=8x1x1"), ["on mesh=8x1x1: ", "as mesh=1x8x1."]),
+        (("first=partition=fsdp", "second=partition=fsdp_tp", "mesh=1x1x8"), ["on mesh=1x1x8: ", "as mesh=1x8x1."]),
     ],
 )
 def test_an_invalid_pair_is_refused_before_a_compile(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -14,7 +16,9 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import COMPILE_FILE, EXPLAIN_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.slices import format_shape
 from valkyrie.modes.explain import Config as ExplainMode
+from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.parts import label_record_name
 from valkyrie.records import write_record
 from valkyrie.runs.folder import choose_run_folder, split_flags, split_override, write_run_files
@@ -115,10 +119,46 @@ def _predict_both(
     problems = [reason for reason in reasons if reason] or model_mismatch(*map(_as_prediction, layouts))
     if isinstance(first, Run) and isinstance(second, Run) and program_settings(first) == program_settings(second):
         problems.append(f"{texts[0]} and {texts[1]} are the same layout. Choose two different layouts.")
+    elif isinstance(first, Run) and isinstance(second, Run) and _shards_equally(first, second):
+        partitions = " and ".join(run.config.partition.name for run in (first, second))
+        example = f", such as mesh={mesh}" if (mesh := _find_distinct_mesh(first, second)) else ""
+        problems.append(
+            f"{texts[0]} and {texts[1]} are the same program on mesh={first.config.mesh.name}: {partitions} differ "
+            f"only in how they use mesh axes of size 1. Use another mesh{example}."
+        )
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     a, b = (compile_and_summarise(layout, console)[1] if isinstance(layout, Run) else layout for layout in layouts)
     return a, b
+
+
+def _shards_equally(first: Run, second: Run) -> bool:
+    """Return whether two runs differ only in rules of their partitions for mesh axes of size 1."""
+    runs, layouts = (first, second), (first.layout, second.layout)
+    settings = [
+        program_settings(run.changed(partition=replace(run.config.partition, name="", parameters={}, activations={})))
+        for run in runs
+    ]
+    shardings = [(layout.roles, layout.fused_rules) for layout in layouts]
+    return settings[0] == settings[1] and shardings[0] == shardings[1]
+
+
+def _find_distinct_mesh(first: Run, second: Run) -> str:
+    """Return the name of a mesh on which both runs are legal and are sharded differently, or an empty string.
+
+    At most 8 devices are on the second of its axes, because hosts of GPUs have 8 joined by NVLink.
+    """
+    mesh = first.config.mesh
+    size, axis_count = math.prod(mesh.shape), len(mesh.shape)
+    for inner_size in (n for n in (8, 4, 2) if size % n == 0):
+        for outer, inner in itertools.combinations(range(axis_count), 2):
+            shape = [1] * axis_count
+            shape[outer], shape[inner] = size // inner_size, inner_size
+            name = f"{mesh.slices}s{format_shape(shape)}".removeprefix("1s")
+            runs = [run.changed(mesh=parse_mesh(name)) for run in (first, second)]
+            if not any(run.problems() for run in runs) and not _shards_equally(*runs):
+                return name
+    return ""
 
 
 def _parse_layout(run: Run, request: str) -> Run | Prediction:
