@@ -65,7 +65,7 @@ from valkyrie.search.batches import (
     explain_batch,
     find_same_layouts,
 )
-from valkyrie.search.budget import describe_plan, describe_rival_budget
+from valkyrie.search.budget import describe_compile_time, describe_plan, describe_rival_budget
 from valkyrie.search.compile import cache as compile_cache
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
@@ -1413,6 +1413,26 @@ def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rival
             (line,) = describe_rival_budget(request, [replace(best, batches=batches), *others], compiled_layouts)
             assert names in line and f"mode.budget={5 if others else 2}min" in line, "this batch is compiled first"
         assert parse_request(run).mode.budget == "3min" and parse_request(run).mode.compiles in (6, 12)
+
+
+def test_a_stopped_compile_lengthens_only_the_budget_for_its_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [81.0, 81.0])
+    request = make_request("mode.targets=[v5e-8,v6e-8]")
+    (best, *others) = with_compile_commands(
+        request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    )
+    rival = next(row for row in others if row.candidate.target == best.candidate.target).with_step_time(best.step_s)
+    stopped_target, other_target = (
+        next(t for t in request.targets if (t.name == best.candidate.target) == is_same) for is_same in (True, False)
+    )
+    rows = [replace(best, stage=Stage.compile), rival]
+    for target, seconds, budget in ((stopped_target, 300.0, 10), (stopped_target, 20.0, 2), (other_target, 300.0, 2)):
+        layouts: Any = [SimpleNamespace()]
+        compiled_layouts = CompiledLayouts(layouts, "stopped", stopped_s=seconds, stopped_target=target)
+        (line,) = describe_rival_budget(request, rows, compiled_layouts)
+        assert f"mode.budget={budget}min" in line, "twice as long as the compile that was stopped, or it is again"
+        text = describe_compile_time(request, rival, compiled_layouts)
+        assert text == ("more than 300 s" if budget == 10 else "about 81 s")
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,19 @@ from valkyrie.units import range_text
 def describe_compile_time(request: SearchRequest, row: RankedLayout, compiled_layouts: CompiledLayouts) -> str:
     """Describe how long the compile of a row takes: `about 49 to 81 s`, or `more than 542 s` if one was stopped then.
 
-    If the slices have several chips, a compile that was stopped does not count: it may be for another one.
+    A compile that was stopped counts if it was for the same chip.
     """
-    durations = durations_on(request, target_slice(request, row))
-    stopped_s = 0.0 if durations.on_chip else compiled_layouts.stopped_s or 0.0
+    target = target_slice(request, row)
+    durations, stopped_s = durations_on(request, target), _stopped_s(target, compiled_layouts)
     is_longer = stopped_s > durations.high_s
     return f"more than {stopped_s:.0f} s" if is_longer else f"about {range_text(durations.low_s, durations.high_s)} s"
+
+
+def _stopped_s(target: TargetConfig, compiled_layouts: CompiledLayouts) -> float:
+    """Return the seconds after which a compile for the chip of a slice was stopped, or 0 if none was."""
+    stopped_target = compiled_layouts.stopped_target
+    is_same_chip = stopped_target is not None and stopped_target.chip == target.chip
+    return (compiled_layouts.stopped_s or 0.0) if is_same_chip else 0.0
 
 
 def sufficient_budget(request: SearchRequest, compiled_layouts: CompiledLayouts, stopped_s: float = 0.0) -> str:
@@ -112,11 +119,12 @@ def describe_rival_budget(
     """Return a sentence with the limits of a search that probably suffice to compile the estimated rivals of an answer.
 
     They include the first row if it is only estimated, and its next larger batch, which searches compile before other
-    layouts. The budget is the sum of the upper quartiles of their compile times. Returns an empty list without rivals,
-    if nothing was compiled, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
+    layouts. The budget is the sum of the upper quartiles of their compile times. A compile that was stopped is a lower
+    bound for the others on its chip, and the budget is at least twice that. Returns an empty list without rivals, if
+    nothing was compiled, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
     """
-    reason, stopped_s = compiled_layouts.stop_reason, compiled_layouts.stopped_s
-    is_cut_short = stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
+    reason = compiled_layouts.stop_reason
+    is_cut_short = compiled_layouts.stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
     places = [*([1] if rows[0].stage is Stage.estimate else []), *find_estimated_rivals(request, rows)]
     rivals = [place for place in places if rows[place - 1].compile]
     names = [name_rivals(rivals)] if rivals else []
@@ -124,10 +132,11 @@ def describe_rival_budget(
         rivals, names = [1, *rivals], [f"#1 with batch={batch.batch}", *names]
     if not rivals or not is_cut_short or not compiled_layouts.layouts:
         return []
-    durations = [durations_on(request, target_slice(request, rows[place - 1])) for place in rivals]
-    seconds, limits = sum(max(each.high_s, 0 if each.on_chip else stopped_s or 0) for each in durations), list[str]()
+    targets, limits = [target_slice(request, rows[place - 1]) for place in rivals], list[str]()
+    stopped_s = [_stopped_s(target, compiled_layouts) for target in targets]
+    total_s = sum(max(durations_on(request, t).high_s, s) for t, s in zip(targets, stopped_s, strict=True))
     if request.budget_s is not None:
-        limits.append(f"mode.budget={math.ceil(seconds / 60)}min")
+        limits.append(f"mode.budget={math.ceil(max(total_s, 2 * max(stopped_s)) / 60)}min")
     if (count := len(compiled_layouts.layouts) + len(rivals)) > request.mode.compiles:
         limits.append(f"mode.compiles={count}")
     text = f"With {' and '.join(limits)}, this search probably compiles {', '.join(names)}"

@@ -98,12 +98,14 @@ class CompiledLayouts:
         layouts: The layouts. Those that earlier searches compiled come first, in no particular order.
         stop_reason: Why no more layouts were compiled.
         stopped_s: Seconds after which a compile was stopped, or None if none was.
+        stopped_target: The slice of this compile, or None.
         is_refused: Whether compiling stopped because an environment variable of this machine makes every compile fail.
     """
 
     layouts: list[CompiledLayout] = field(default_factory=list)
     stop_reason: str = ""
     stopped_s: float | None = None
+    stopped_target: TargetConfig | None = None
     is_refused: bool = False
 
     @property
@@ -260,7 +262,7 @@ def compile_best(
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except (BudgetExceeded, KeyboardInterrupt) as error:
-            compiled_layouts.stopped_s = time.monotonic() - start
+            compiled_layouts.stopped_s, compiled_layouts.stopped_target = time.monotonic() - start, layout.group.target
             is_interrupt = isinstance(error, KeyboardInterrupt)
             cause = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
             stopped = f"was stopped after {compiled_layouts.stopped_s:.0f} s by {cause}"
