@@ -55,6 +55,9 @@ from guesses import make_row  # noqa: E402  # beside this script
 from programs import is_still_valid, program_digest, replay_digest  # noqa: E402
 from tables import add_guesses, format_pair_table, format_tables, published_ratios  # noqa: E402
 
+TIME_LIMIT = "mode.time_limit_s=7200"
+"""The compiles of recipes that offload to host memory take longest, up to half an hour."""
+
 REQUIRED_COLUMNS = ("row", "experiment", "overrides", "step_s")
 """Columns that every table must have. Rows with an empty `experiment` or `step_s` are listed but not compared."""
 
@@ -179,7 +182,7 @@ def is_comparable(line: dict[str, str]) -> bool:
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the run of a row. Raises ValueError with all problems if the run is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
-    run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
+    run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile", TIME_LIMIT])
     raise_problems(run.problems())
     return run
 
