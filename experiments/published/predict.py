@@ -182,7 +182,8 @@ def is_comparable(line: dict[str, str]) -> bool:
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the run of a row. Raises ValueError with all problems if the run is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
-    run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile", TIME_LIMIT])
+    overrides = [f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile", TIME_LIMIT]
+    run = parse_run([*folder, *overrides])
     raise_problems(run.problems())
     return run
 
