@@ -40,7 +40,7 @@ PARAMETERS = {
     "pax_16b": 16_504_510_464,
     "pax_32b": 32_475_062_272,
 }
-"""Parameters of every published model. Sources state 5, 70.55, 70.55, 6.74, 8.03, 125.08, 15.83, 22, 31.66, 16, 32e9."""
+"""Parameters of published models. Sources state 5, 70.55, 70.55, 6.74, 8.03, 125.08, 15.83, 22, 31.66, 16, 32e9."""
 
 
 @pytest.mark.parametrize("row", COMPARABLE_ROWS, ids=lambda row: row["row"])
