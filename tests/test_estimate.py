@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from helpers import LANGUAGE_MODELS, config_names, mark_slow_except, shared_run
 from valkyrie.axes import Tensor
+from valkyrie.cli.dispatch import slow_dispatch_notes
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
@@ -30,17 +32,22 @@ from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_config
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.folder import split_flags, split_override
+from valkyrie.search import modes
+from valkyrie.search.compile.prediction import CompileStatus, HintCode, read_prediction
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import estimate_runs, stack_runs, suggest_unpadded_heads
+from valkyrie.search.estimate.slow_dispatch import describe_slow_dispatch
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
+from valkyrie.search.mode import find_layouts
 from valkyrie.search.request import parse_request
 from valkyrie.train.memory import MemoryEstimator, expected_memory, saved_bytes, to_candidates
 from valkyrie.train.program import StepProgram
-from valkyrie.units import memory_text
+from valkyrie.train.screen import make_console
+from valkyrie.units import decimal_bytes_text, memory_text
 
 COMPILED_FILE = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
 
@@ -739,3 +746,51 @@ def test_queries_keys_and_values_are_split_over_embed_as_in_attention(overrides:
         activation = SavedActivation(Tensor(("batch", "seq", axis, "head_dim"), (0, 0, 4, 64), (None,) * 4), 1)
         ratio = estimator._bytes(activation) / estimator._saved_bytes(activation)
         assert ratio.item() == shards
+
+
+EP_OVER_HOSTS = ("target=h100-16", "model=moe_tiny", "model.moe.experts=16", "mesh=1x1x16", "partition=fsdp_ep")
+EP_OVER_SLICES = ("target=v5e-8", "target.slices=2", "model=moe_tiny", "mesh=2s1x2x4", "partition=fsdp_ep")
+EP_OVER_SLICES += (
+    "partition.parameters.experts=[s]",
+    "partition.activations.experts=[s]",
+    "model.moe.capacity_factor=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "axes", "sent"),
+    [
+        # A token has 256 bytes: 2 (gather, reduce-scatter) x 15/16 of 16 x 512 tokens, over the cards of 8 devices.
+        (EP_OVER_HOSTS, "z=16 splits experts over 2 hosts", 2 * 15 * 512 * 256 / 8),
+        # 2 (there and back) x half of 2 rows per token of 512.
+        ((*EP_OVER_HOSTS, "model.moe.dispatch=exchanged"), "z=16 splits experts over 2 hosts", 2 * 512 * 256),
+        (EP_OVER_SLICES, "s=2 splits experts over 2 slices", 2 * 512 * 256),
+        ((*EP_OVER_SLICES, "model.moe.dispatch=exchanged"), "s=2 splits experts over 2 slices", 2 * 512 * 256),
+    ],
+)
+def test_experts_over_a_slow_network_get_a_warning_with_its_cost(arguments, axes, sent) -> None:
+    run = parse_run([*arguments, "batch=64", "remat=none", "mode=show"])
+    warning = describe_slow_dispatch(run)
+    assert warning is not None and warning.startswith(axes)
+    assert f"sends {decimal_bytes_text(4 * 2 * sent)} of tokens per step" in warning  # 4 layers, forward and backward
+    assert slow_dispatch_notes(run) == [warning]
+    assert slow_dispatch_notes(parse_run([*run.arguments, "mode=compile"])) == []
+
+
+@pytest.mark.parametrize("override", ["mesh=1x2x8", "partition=fsdp", "target=cpu16"])
+def test_experts_within_a_host_get_no_warning(override) -> None:
+    assert describe_slow_dispatch(parse_run([*EP_OVER_HOSTS, "batch=64", "mode=show", override])) is None
+
+
+def test_searches_and_compiles_warn_of_experts_over_a_slow_network(monkeypatch, tmp_path) -> None:
+    run = parse_run([*EP_OVER_HOSTS, "batch=64", "mode=compile"])
+    compiled_run = SimpleNamespace(status=CompileStatus.failed, note=None, folder=tmp_path)
+    prediction = read_prediction(Path(__file__).parent / "goldens" / "report" / "compile.json")
+    monkeypatch.setattr(modes, "compile_layout", lambda *_: compiled_run)
+    monkeypatch.setattr(modes, "summarise", lambda *_: prediction)
+    _, prediction, _ = modes.compile_and_summarise(run, make_console())
+    warning = describe_slow_dispatch(run)
+    assert [hint.text for hint in prediction.hints if hint.code is HintCode.slow_dispatch] == [warning]
+    search = parse_run([*EP_OVER_HOSTS, "batch=64", "mode=search", "mode.compiles=0", f"runs={tmp_path}"])
+    answer = find_layouts(search, make_console()).answer
+    assert answer is not None and any(line.startswith("#1: z=16 splits experts over 2 ") for line in answer.remarks)

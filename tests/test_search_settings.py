@@ -104,6 +104,7 @@ def test_a_dense_model_has_one_setting() -> None:
         (["mode.vary.model.name=[a,b]"], "mode.vary.model.name: this names a model"),
         (["mode.vary.model.moe.foo=[2]"], "mode.vary.model.moe.foo: 2: Key 'foo' not in 'MoE'"),
         (["mode.vary.model.moe.dispatch=[other]"], "mode.vary.model.moe.dispatch: other: Invalid value 'other'"),
+        (["mode.vary.model.moe.capacity_factor=[0.001]"], "model.moe.capacity_factor=0.001 has room for 0.032 tokens"),
         (["mode.vary.model.moe.capacity_factor=[-1]"], "model.moe.capacity_factor=-1: must be above 0"),
         ([EXCHANGED, "mode.vary.model.moe.dispatch=[sorted]"], "model.moe.dispatch= cannot be combined with mode.vary"),
     ],

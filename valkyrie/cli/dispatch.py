@@ -30,7 +30,7 @@ from valkyrie.config.mistakes import (
     refuse_unquoted_layouts,
     version_text,
 )
-from valkyrie.config.modes import run_mode
+from valkyrie.config.modes import Needs, run_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import layout_notes, replacement_notes, unread_notes
@@ -92,7 +92,7 @@ def dispatch() -> None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
                 raise ValueError(_describe_problems(run, problems))
-            for note in (*unread_notes(run), *replacement_notes(run), *layout_notes(run)):
+            for note in (*unread_notes(run), *replacement_notes(run), *layout_notes(run), *slow_dispatch_notes(run)):
                 print(f"note: {note}", file=sys.stderr)
             sys.exit(run_mode(run))
     except BrokenPipeError:
@@ -116,6 +116,18 @@ def dispatch() -> None:
         if not show_traceback:
             _fail_in_user_code(error)
         raise
+
+
+def slow_dispatch_notes(run: Run) -> list[str]:
+    """Return a note if a step sends tokens between slices or hosts. Modes that compile have it among their hints."""
+    mode = run.config.mode
+    skips_note = mode.ignores_layout or mode.reads_run or mode.needs is Needs.compiler
+    if skips_note or run.config.target.chip is None or not run.layout.dispatched_axes:
+        return []
+    from valkyrie.search.estimate.slow_dispatch import describe_slow_dispatch  # imports NumPy
+
+    warning = describe_slow_dispatch(run)
+    return [] if warning is None else [warning]
 
 
 def _folder_key(error: Exception, arguments: Sequence[str]) -> str:

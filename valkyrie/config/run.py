@@ -25,7 +25,7 @@ from valkyrie.config.schema import merge_into_schema
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.models import Model, activation_names, known_axes, layer_blocks
+from valkyrie.models import Model, activation_names, known_axes, sequence_problems
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import BatchSizes, resolve_batches
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
@@ -351,8 +351,7 @@ class Run:
         if not problems:
             if c.optimizer.family not in optim.FAMILIES.names():
                 optim.check_bytes(c.optimizer, self.model.parameters().values())
-            for block, context in layer_blocks(self.model):
-                problems += [p for p in block.sequence_problems(context, c.seq) if p not in problems]
+            problems += sequence_problems(self.model, c.seq)
             problems += c.remat.problems(partial(activation_names, self.model))
             problems += [] if self.config.mode.ignores_layout else self._layout(advise)[1]
         return problems + hardware_problems

@@ -6,6 +6,7 @@ modules of `valkyrie.models.families`. Any other family name is the name of a mo
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -110,6 +111,12 @@ def layer_blocks(model: Model) -> list[tuple[Block, BlockContext]]:
     """Return the blocks of one repetition of each group of layers, with their contexts. Empty for other models."""
     groups = model.segments() if isinstance(model, LayeredModel) else []
     return [pair for layers, _ in groups for layer in layers for pair in layer.blocks.values()]
+
+
+def sequence_problems(model: Model, seq: int) -> list[Problem]:
+    """Return the problems of a model's blocks with sequences of `seq` tokens, without repetitions."""
+    problems = (block.sequence_problems(context, seq) for block, context in layer_blocks(model))
+    return list(dict.fromkeys(itertools.chain.from_iterable(problems)))
 
 
 def is_dense_transformer(model: Model) -> bool:

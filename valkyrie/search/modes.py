@@ -32,7 +32,7 @@ from valkyrie.runs.folder import changed_settings, choose_run_folder, claim_run_
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import layout_hints
-from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Hint, HintCode, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
@@ -193,12 +193,16 @@ def compile_and_summarise(
     if compiled_run.note is not None:
         console.print(compiled_run.note, soft_wrap=True)
     prediction = replace(summarise(run, compiled_run, replay, uses), work=work_key(run))
-    unpadded = None
+    unpadded, hints = None, tuple[Hint, ...]()
     if prediction.step is not None:
         from valkyrie.search.estimate.runs import suggest_unpadded_heads  # imports NumPy
+        from valkyrie.search.estimate.slow_dispatch import describe_slow_dispatch
 
         unpadded = suggest_unpadded_heads(run)
-    prediction = replace(prediction, hints=layout_hints(prediction, _earlier_predictions(run, compiled_run), unpadded))
+        if (warning := describe_slow_dispatch(run)) is not None:
+            hints = (Hint(HintCode.slow_dispatch, warning),)
+    hints += layout_hints(prediction, _earlier_predictions(run, compiled_run), unpadded)
+    prediction = replace(prediction, hints=hints)
     if compiled_run.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
             write_record(compiled_run.folder / PREDICTION_FILE, prediction)

@@ -22,6 +22,7 @@ from valkyrie.search.compiling import CompiledLayouts, make_compile_run
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.runs import estimate_runs, suggest_unpadded_heads
+from valkyrie.search.estimate.slow_dispatch import describe_slow_dispatch
 from valkyrie.search.measuring import MeasuredTrials
 from valkyrie.search.request import SearchRequest, compute_price
 from valkyrie.search.shortlist import EQUALLY_FAST_RATIO, Shortlist, describe_chips
@@ -62,6 +63,8 @@ def collect_remarks(
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
     lines += describe_other_parallelism(ranking.for_target(target.name), compiled_layouts, best)
+    if best_run is not None and (warning := describe_slow_dispatch(best_run)) is not None:
+        lines.append(f"#1: {warning}")
     if best_run is not None and (unpadded := suggest_unpadded_heads(best_run)) is not None:
         source = "" if is_estimate else best.stage.adjective
         unpadded = unpadded.scaled_to(best.step_s, best.memory, source)

@@ -267,6 +267,7 @@ class HintCode(Enum):
     copies = "copies"
     narrow_products = "narrow_products"
     padded_heads = "padded_heads"
+    slow_dispatch = "slow_dispatch"
     largest_part = "largest_part"
     shortage = "shortage"
 
@@ -495,6 +496,5 @@ def short_source(source: str | None) -> str:
     """
     if not source:
         return ""
-    ours = source.rsplit("valkyrie/", 1)[-1]
-    short = ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")
+    short = source.rsplit("valkyrie/", 1)[-1].rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")
     return "/".join(short.split("/")[-3:]) if short.startswith("/") else short

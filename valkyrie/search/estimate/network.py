@@ -82,8 +82,6 @@ class CollectiveModel:
         On a ring, it takes a quarter of the time to gather the bytes of all devices, because parts travel the shorter
         way. A switch carries only the parts for the devices that it connects, and slow links the others.
         """
-        if self.adds_up:
-            return self.all_gather(layouts, axes, sent_bytes * layouts.axes_size(axes)) / 4
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, outer_rate = np.full(len(layouts), np.inf), np.full(len(layouts), np.inf)
         for axis in axes:
@@ -92,6 +90,9 @@ class CollectiveModel:
             rate = np.where(links.inner_size > 1, np.minimum(rate, links.inner_rate), rate)
             outer_rate = np.where(links.outer_size > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
         members = inner * outer
+        if self.adds_up:  # an all-gather of `sent_bytes * inner` sends as much between slices, but not on a ring
+            outer_s = sent_bytes * (outer - 1) / outer / (outer_rate * self.outer_efficiency)
+            return (self.all_gather(layouts, axes, sent_bytes * inner) - outer_s) / 4 + outer_s
         inner_s = sent_bytes * (inner - 1) / members / (rate * self.gather_efficiency)
         outer_s = sent_bytes * (members - inner) / members / (outer_rate * self.outer_efficiency)
         latency = self.start_s * (members > 1) + self.outer_start_s * np.log2(outer)

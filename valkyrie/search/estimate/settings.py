@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.models import Model, layer_blocks
+from valkyrie.models import Model, layer_blocks, sequence_problems
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.problems import first_line, raise_problems
 from valkyrie.trees import get_value, override_text, with_value
@@ -96,7 +96,7 @@ def _compose(run: Run, values: Mapping[str, Any]) -> Run:
     composed_config = OmegaConf.to_object(config)
     assert isinstance(composed_config, RunConfig)
     varied = _with_config(run, composed_config)
-    raise_problems(varied.model.problems())
+    raise_problems(varied.model.problems() or sequence_problems(varied.model, config.seq))
     if _shapes(varied) != _shapes(run):
         text = " ".join(f"{key}={override_text(value)}" for key, value in values.items())
         raise ValueError(

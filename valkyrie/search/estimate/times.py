@@ -324,9 +324,9 @@ class StepEstimator:
 
     @cached_property
     def _mixing_collectives(self) -> list[np.ndarray]:
-        return [self._sequence_exchange(mixing) + self._dispatch_seconds(mixing) for mixing in self.work.mixing]
+        return [self._sequence_exchange(mixing) + self.dispatch_seconds(mixing) for mixing in self.work.mixing]
 
-    def _dispatch_seconds(self, mixing: Mixing) -> np.ndarray:
+    def dispatch_seconds(self, mixing: Mixing) -> np.ndarray:
         """Return the seconds to send tokens to the shards of dispatched axes and back, in one layer and one pass."""
         layouts, seconds, rows = self.layouts, np.zeros(len(self.layouts)), mixing.dispatch.gathered_rows
         imbalance = self.work.run.config.target.routing_imbalance  # buffers of a fixed size have none
