@@ -1045,6 +1045,13 @@ def test_the_speed_of_each_batch_is_shown_with_the_largest_that_fits(compiler: S
     (other,) = [tried for tried in estimated.batches if tried.stage is Stage.compile]
     rate = request.step_tokens(layout.batch) / (trial.results.step.step_s or 0.0) / 8
     assert other.tokens_per_second_per_chip == pytest.approx(rate), "the rate of the compiled step, not of an estimate"
+    larger = [e for e in ranking if replace(e.candidate, batch=own.batch) == best.candidate and e.fits]
+    too_large = min((e for e in larger if (e.batch or 0) > own.batch), key=lambda e: e.batch or 0)
+    assert max(e.batch or 0 for e in larger) > (too_large.batch or 0)
+    refused = CompiledLayout(too_large, replace(trial, status=Status.does_not_fit))
+    (limited,) = add_batches([best], ranking, CompiledLayouts([*compiles.layouts, refused]))
+    assert max(tried.batch for tried in limited.batches if tried.fits) == own.batch, "larger ones do not fit either"
+    assert describe_batch_rival(request, limited) == []
     largest = max(tried.batch for tried in best.batches if tried.fits)
     lines = describe_batches(rows)
     assert f"{largest:,} (" in next(line for line in lines if f"#{rows.index(best) + 1} " in line)

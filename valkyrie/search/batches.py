@@ -13,6 +13,7 @@ from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import BATCH_ERROR, find_batch_rival
+from valkyrie.sweep.trial import Status
 from valkyrie.units import memory_text, percent_text
 
 MAX_PRINTED = 7
@@ -33,7 +34,7 @@ def _find_batches(row: RankedLayout, ranking: Ranking, compiled_layouts: Compile
     """Return all batches of a row's layout, the smallest first.
 
     Batches that were not compiled have their estimated rates, scaled so that the estimate at the row's batch agrees
-    with the row.
+    with the row. They do not fit if a smaller batch was compiled and does not fit.
     """
     layouts = {layout.batch: layout for layout in find_same_layouts(row.candidate, ranking)}
     if row.candidate.batch not in layouts:
@@ -42,19 +43,20 @@ def _find_batches(row: RankedLayout, ranking: Ranking, compiled_layouts: Compile
     row_compiled = compiled_layouts.get(row.candidate)
     # Of a measured row, the compiled step, so that its ratio of measured to compiled time corrects the other batches.
     row_s = row_layout.per_sequence((row_compiled and row_compiled.step_s) or row.step_s)
-    batches = []
+    batches, exceeds_memory = [], False
     for batch, layout in sorted(layouts.items(), key=lambda pair: pair[0] or 0):
         compiled = compiled_layouts.get(layout.candidate)
         ratio, memory, fits, stage = (
             row_layout.ranking_s / layout.ranking_s,
             layout.peak_bytes,
-            layout.fits,
+            layout.fits and not exceeds_memory,
             Stage.estimate,
         )
         if batch == row.candidate.batch:
             memory, fits, stage = row.memory, True, row.stage
         elif compiled is not None:
             memory, fits, stage = compiled.peak, compiled.step_s is not None, Stage.compile
+            exceeds_memory = exceeds_memory or compiled.trial.status is Status.does_not_fit
             if compiled.step_s is not None:
                 ratio = row_s / layout.per_sequence(compiled.step_s)
         batches.append(TriedBatch(batch or 0, ratio * row.tokens_per_second_per_chip, memory, fits, stage))
