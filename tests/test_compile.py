@@ -484,7 +484,7 @@ def test_a_flag_that_libtpu_refuses_names_the_variable(tmp_path: Path, monkeypat
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=1")
     command = [sys.executable, "-c", "print(\"ERROR: Unknown command line flag 'xla_foo'\\nmore\")"]
     child = ChildProcess(command, {}, tmp_path / "compiler.log")
-    outcome = runner.run_compiler(child, 60, "mode.time_limit_s", lambda _: None, lambda: False)
+    outcome = runner.run_compiler(child, get_platform("tpu"), 60, "mode.time_limit_s", lambda _: None, lambda: False)
     assert outcome is not None and outcome.status is CompileStatus.refused and outcome.variable == "LIBTPU_INIT_ARGS"
     assert outcome.reason.startswith("LIBTPU_INIT_ARGS=--xla_foo=1: ") and "no flag xla_foo" in outcome.reason
 

@@ -13,6 +13,7 @@ import pytest
 
 from machines import needs_libtpu
 from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train, start_training
+from valkyrie.hardware.platforms import Platform
 from valkyrie.hardware.platforms.gpu import Gpu
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
@@ -151,7 +152,7 @@ def test_plugins_are_not_loaded_without_their_accelerators(
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(devices, "count_accelerators", lambda: chips)
     monkeypatch.setattr(devices, "_plugin_names", lambda: {*plugins} - {"libtpu"})
-    monkeypatch.setattr(devices, "find_spec", lambda name: name if name in plugins else None)
+    monkeypatch.setattr(Platform, "is_installed", lambda self: not {*self.plugins}.isdisjoint(plugins))
     monkeypatch.setattr(Gpu, "has_driver", lambda self: has_driver)
     assert devices.only_idle_plugins() is expected
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from rich.console import Console
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import get_platform, replayed_devices
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
@@ -290,7 +290,8 @@ def check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) 
         raise ValueError(f"tokens={tokens:g} is too large. Give the tokens of one step.")
     target = Slice.from_target(slice)
     if not get_platform(target.platform).compiles_without_devices:
-        raise ValueError(f"slice={target.name} has no compiler that works without its devices. Use TPUs or GPUs.")
+        kinds = " or ".join(replayed_devices())
+        raise ValueError(f"slice={target.name} has no compiler that works without its devices. Use {kinds}.")
     return target, ProgramWork(settings["name"], settings["tokens"], settings["flops"], unit)
 
 

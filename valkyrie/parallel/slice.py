@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms.tpu import refuse_wrong_flags
+from valkyrie.hardware.platforms import get_platform, replayed_devices
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import place_devices, place_mesh
@@ -67,8 +66,9 @@ class Slice(TargetConfig):
                 value, list | tuple, 'mesh takes lists of sizes and names, such as mesh((4, 2), ("data", "model"))'
             )
         axes = self.axes(shape, names, placement)
-        refuse_wrong_flags()
-        devices = get_platform(self.platform).devices_to_compile_for(self, math.prod(shape))
+        platform = get_platform(self.platform)
+        platform.refuse_wrong_flags()
+        devices = platform.devices_to_compile_for(self, math.prod(shape))
         return place_mesh(axes, devices, placement, self.slices)
 
     def positions(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
@@ -91,7 +91,8 @@ class Slice(TargetConfig):
         for axis in names:
             require_type(axis, str, f"{mesh_text}: names of axes are strings")
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
-            raise ValueError(f"{self.describe()} has no compiler that works without its devices. Use TPUs or GPUs.")
+            kinds = " or ".join(replayed_devices())
+            raise ValueError(f"{self.describe()} has no compiler that works without its devices. Use {kinds}.")
         if not shape:
             raise ValueError('a mesh needs at least one axis, such as mesh((4, 2), ("data", "model")).')
         if len(shape) != len(names) or len(set(names)) != len(names):

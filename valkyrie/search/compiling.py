@@ -18,7 +18,6 @@ from statistics import median
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
@@ -270,7 +269,8 @@ def compile_best(
             if is_interrupt:
                 raise
             return
-        if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
+        variable = get_platform(layout.group.target.platform).flags_variable
+        if variable and any(problem.key == variable for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
         compiled_layout = _read_compiled(layout, trial, plan.trial_folder)

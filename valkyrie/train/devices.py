@@ -229,7 +229,7 @@ def only_idle_plugins() -> bool:
         return False
     plugins = _plugin_names()
     idle_plugins = {name for platform in platforms() if not platform.has_driver() for name in platform.jax_plugins}
-    return plugins <= idle_plugins and (bool(plugins) or find_spec("libtpu") is not None)
+    return plugins <= idle_plugins and (bool(plugins) or any(platform.is_installed() for platform in platforms()))
 
 
 def _plugin_names() -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,7 @@ class Platform(ABC):
 
     Attributes:
         name: Name in `target.chip.platform` and in JAX.
+        plural_name: Its devices in messages, such as `TPUs`.
         aliases: Other names of its JAX backend.
         jax_name: Argument of `jax.devices`, or None for JAX's default backend.
         lowering_name: Argument of `Traced.lower`.
@@ -47,6 +48,7 @@ class Platform(ABC):
         compiles_without_devices: Its compiler needs no device.
         compiler_packages: Packages whose versions decide the compiled program, the one that names the version of
             compiler options first.
+        flags_variable: Environment variable with flags that only its compiler reads, or None.
         compile_note: Printed when compiling for it, or None.
         usual_compile_s: Quartiles of the seconds that a compile of a search takes on two cores. The default is from 125
             compiles for TPUs (experiments/search/compiled.json).
@@ -72,6 +74,7 @@ class Platform(ABC):
     """
 
     name: str
+    plural_name: str = "other devices"
     aliases: tuple[str, ...] = ()
     jax_name: str | None = None
     lowering_name: str = ""
@@ -84,6 +87,7 @@ class Platform(ABC):
     rented_as_slices: bool = False
     compiles_without_devices: bool = False
     compiler_packages: tuple[str, ...] = ("jaxlib",)
+    flags_variable: str | None = None
     compile_note: str | None = None
     usual_compile_s: tuple[int, int] = (50, 210)
     memory_limit_option: str | None = None
@@ -164,6 +168,13 @@ class Platform(ABC):
     def compile_environment(self) -> Mapping[str, str]:
         """Return the environment variables of a process that compiles for the platform."""
         return {"JAX_PLATFORMS": "cpu"}
+
+    def flag_problem(self, lines: Iterable[str]) -> str | None:
+        """Return the message for a flag in `flags_variable` that the compiler refuses in its output, or None."""
+        return None
+
+    def refuse_wrong_flags(self) -> None:  # noqa: B027 - most compilers read no such variable
+        """Raise ValueError if the compiler refuses a flag in `flags_variable`, which would end this process."""
 
     @abstractmethod
     def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:
@@ -263,6 +274,11 @@ def get_platform(name: str) -> Platform:
         if name in (platform.name, *platform.aliases):
             return platform
     raise ProblemError(platform_problems("platform", name))
+
+
+def replayed_devices() -> tuple[str, ...]:
+    """Return the kinds of devices with predicted step times, for messages: `("TPUs", "GPUs")`."""
+    return tuple(platform.plural_name for platform in reversed(platforms()) if platform.replay is not None)
 
 
 def platform_problems(key: str, name: str) -> list[Problem]:

@@ -46,6 +46,7 @@ class Gpu(Platform):
     """NVIDIA GPUs, joined by a switch within a host."""
 
     name = jax_name = "gpu"
+    plural_name = "GPUs"
     aliases = ("cuda", "rocm")
     lowering_name = "cuda"
     extra = "cuda"

@@ -48,12 +48,14 @@ class Tpu(Platform):
     """TPUs, joined by a torus within a slice."""
 
     name = jax_name = lowering_name = extra = "tpu"
+    plural_name = "TPUs"
     plugins = ("libtpu",)
     uses_every_device = True
     has_torus = True
     rented_as_slices = True
     compiles_without_devices = True
     compiler_packages = ("libtpu", "jaxlib")
+    flags_variable: str = LIBTPU_FLAGS_VARIABLE
     memory_limit_option = "xla_tpu_max_hbm_size_mib"
     overlap_options = MappingProxyType(OVERLAP_OPTIONS)
     peak_has_code = False
@@ -108,6 +110,17 @@ class Tpu(Platform):
         assert len(devices) == topology.devices, (name, len(devices), stderr)
         _described_devices[key] = tuple(devices)
         return list(devices)
+
+    def flag_problem(self, lines: Iterable[str]) -> str | None:
+        """Return the message for a flag in LIBTPU_INIT_ARGS that libtpu refuses in its output, or None."""
+        reason = next(filter(None, map(flag_refusal_reason, map(str.strip, lines))), None)
+        value = os.environ.get(self.flags_variable, "")
+        return reason and f"{self.flags_variable}={value}: libtpu {reason}. Change the variable, or unset it."
+
+    def refuse_wrong_flags(self) -> None:
+        """Raise ValueError if libtpu refuses LIBTPU_INIT_ARGS. Loads it in a child process, which it would end."""
+        if (value := os.environ.get(self.flags_variable)) and (problem := self.flag_problem(_load_with_flags(value))):
+            raise ValueError(problem)
 
     def peak_bytes(self, memory_stats: Any) -> int:
         """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
@@ -187,25 +200,13 @@ def _refusal_message(target: TargetConfig, topology: Topology, error: Exception)
     return f"target={target.describe()} is refused by libtpu: {topology_reason(error)}. {nearest}"
 
 
-def flag_problem(lines: Iterable[str]) -> str | None:
-    """Return the message for a flag in LIBTPU_INIT_ARGS that libtpu refuses in its output, or None."""
-    reason = next(filter(None, map(flag_refusal_reason, map(str.strip, lines))), None)
-    value = os.environ.get(LIBTPU_FLAGS_VARIABLE, "")
-    return reason and f"{LIBTPU_FLAGS_VARIABLE}={value}: libtpu {reason}. Change the variable, or unset it."
-
-
-def refuse_wrong_flags() -> None:
-    """Raise ValueError if libtpu refuses LIBTPU_INIT_ARGS. Loads it in a child process, because it ends the process."""
-    if (value := os.environ.get(LIBTPU_FLAGS_VARIABLE)) and (problem := _flag_problem_in_child(value)):
-        raise ValueError(problem)
-
-
 @functools.cache
-def _flag_problem_in_child(value: str) -> str | None:
+def _load_with_flags(value: str) -> list[str]:
+    """Return the output of a process that loads libtpu with these flags."""
     load = 'from jax.experimental import topologies as t; t.get_topology_desc("v5e:2x2", platform="tpu")'
     environment = {**ENVIRONMENT, **os.environ, LIBTPU_FLAGS_VARIABLE: value}
     child = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True, check=False)
-    return flag_problem((child.stdout + child.stderr).decode(errors="replace").splitlines())
+    return (child.stdout + child.stderr).decode(errors="replace").splitlines()
 
 
 @contextlib.contextmanager

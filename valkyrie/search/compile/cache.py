@@ -138,8 +138,9 @@ def target_settings(target: TargetConfig) -> Mapping[str, object]:
 
 
 def compiler_flags() -> list[str]:
-    """Return the flags in `XLA_FLAGS` and `LIBTPU_INIT_ARGS`, sorted, without those that do not affect programs."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+    """Return the flags in `XLA_FLAGS` and each `flags_variable`, sorted, without those that do not affect programs."""
+    variables = ["XLA_FLAGS", *(platform.flags_variable for platform in platforms() if platform.flags_variable)]
+    flags = " ".join(os.environ.get(variable, "") for variable in variables).split()
     return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAG_PREFIXES))
 
 

@@ -23,7 +23,6 @@ from valkyrie.checksums import digest
 from valkyrie.compiled.hlo import Frame, Module, user_frames
 from valkyrie.config.modes import MODULE_FILE
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms.tpu import refuse_wrong_flags
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import cache_problem, write_atomic
@@ -232,8 +231,9 @@ def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
         descriptions = sorted([str([getattr(device, name, None) for name in attributes]) for device in devices])
         return descriptions, xla_client.get_topology_for_devices(list(devices)).fingerprint()
 
-    refuse_wrong_flags()
-    devices = get_platform(target.platform).devices_to_compile_for(target, mesh.size)
+    platform = get_platform(target.platform)
+    platform.refuse_wrong_flags()
+    devices = platform.devices_to_compile_for(target, mesh.size)
     return describe(list(mesh.devices.flat)) == describe(devices)
 
 
@@ -296,10 +296,11 @@ def compile_program(
         (scratch / key).mkdir()
         write_record(scratch / key / LOCATIONS_FILE, locations)
         command = module_command("valkyrie.search.compile.program_child", str(scratch), str(os.getpid()))
-        environment, log = get_platform(target.platform).compile_environment(), scratch / "compiler.log"
+        platform, log = get_platform(target.platform), scratch / "compiler.log"
         result_files = (scratch / OUTCOME_FILE, scratch / key / PROGRAM_FILE)
         failure = run_compiler(
-            ChildProcess(command, environment, log),
+            ChildProcess(command, platform.compile_environment(), log),
+            platform,
             time_limit_s,
             "time_limit_s",
             lambda elapsed: progress(f"compiling {name} for {target.name}: {elapsed:.0f} s"),

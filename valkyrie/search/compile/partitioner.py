@@ -28,6 +28,7 @@ from valkyrie.compiled.hbm import map_users
 from valkyrie.compiled.hlo import Computation, Instruction, Module, parse_module
 from valkyrie.compiled.schema import dump_class
 from valkyrie.foreign_errors import first_lines
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.parts import PartKind, sum_seconds
@@ -147,6 +148,7 @@ def estimate_programs(
         files = {name: folder / ESTIMATE_FILE for name, folder in folders.items()}
         failure = run_compiler(
             ChildProcess(command, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}, root / "log"),
+            get_platform(target.platform),
             time_limit_s,
             "time_limit_s",
             lambda elapsed: progress(sum(file.is_file() for file in files.values())),

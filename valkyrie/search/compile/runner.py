@@ -16,8 +16,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import MODULE_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE, flag_problem
+from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_problem
 from valkyrie.processes.child import ChildProcess, module_command
@@ -122,9 +121,10 @@ def _compile_in_child(
     run.save(folder / "run.yaml")
     command = [*module_command("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)
-    description = run.config.target.describe()
+    description, platform = run.config.target.describe(), get_platform(run.config.target.platform)
     failure = run_compiler(
-        ChildProcess(command, get_platform(run.config.target.platform).compile_environment(), folder / "compiler.log"),
+        ChildProcess(command, platform.compile_environment(), folder / "compiler.log"),
+        platform,
         time_limit_s,
         "mode.time_limit_s",
         lambda elapsed: progress(f"compiling for {description}: {elapsed:.0f} s"),
@@ -135,6 +135,7 @@ def _compile_in_child(
 
 def run_compiler(
     child: ChildProcess,
+    platform: Platform,
     time_limit_s: float | int | None,
     limit_key: str,
     progress: Callable[[float], None],
@@ -146,6 +147,7 @@ def run_compiler(
 
     Args:
         child: The process.
+        platform: The platform that it compiles for.
         time_limit_s: Time limit in seconds, or None for no limit.
         limit_key: Name of the setting with the time limit.
         progress: Called about five times a second with the seconds since the start.
@@ -165,8 +167,8 @@ def run_compiler(
     if is_finished():
         return None
     lines = [line.strip() for line in child.last_lines() if line.strip()]
-    if reason := flag_problem(lines):
-        return CompileOutcome(CompileStatus.refused, reason, variable=LIBTPU_FLAGS_VARIABLE)
+    if reason := platform.flag_problem(lines):
+        return CompileOutcome(CompileStatus.refused, reason, variable=platform.flags_variable)
     last_line = lines[-1][:400] if lines else "no output"
     reason = f"the compiler process ended {describe_status(status)}: {last_line}"
     return CompileOutcome(CompileStatus.failed, reason)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import UNATTRIBUTED
+from valkyrie.hardware.platforms import replayed_devices
 from valkyrie.parts import PartKind, record_name, sum_seconds
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.correction import SHARED_ERRORS
@@ -243,7 +244,8 @@ def missing_step_reason(prediction: Prediction, key: str) -> str | None:
         reason = prediction.reason or "run mode=compile for the reason"
         return f"{key} ({name}) has no step time ({prediction.status.value.replace('_', ' ')}): {reason}"
     if prediction.step is None:
-        return f"{key} ({name}) has no predicted step time. Compile it for TPUs or GPUs, such as target=v4-64."
+        kinds = " or ".join(replayed_devices())
+        return f"{key} ({name}) has no predicted step time. Compile it for {kinds}, such as target=v4-64."
     return None
 
 

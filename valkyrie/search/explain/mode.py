@@ -15,7 +15,7 @@ from rich.console import Console
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import COMPILE_FILE, EXPLAIN_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import get_platform, replayed_devices
 from valkyrie.hardware.slices import format_shape
 from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.parallel.mesh import parse_mesh
@@ -205,7 +205,8 @@ def _refuse_uncompilable(run: Run) -> None:
     target, problems = run.config.target, [str(problem) for problem in run.problems()]
     platform = get_platform(target.platform)
     if platform.replay is None:
-        problems.append(f"target={target.name} has no predicted step time. Use TPUs or GPUs, such as target=v4-64.")
+        kinds = " or ".join(replayed_devices())
+        problems.append(f"target={target.name} has no predicted step time. Use {kinds}, such as target=v4-64.")
     elif missing := platform.compile_refusal(target, run.config.precision.compute.value):
         problems.append(missing)
     if problems:

@@ -13,7 +13,7 @@ from typing import Any
 
 from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import get_platform, replayed_devices
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import split_override
@@ -103,8 +103,9 @@ def tune(
 def refuse_untunable(target: TargetConfig) -> None:
     """Raise ValueError if a target has no compiler options to tune."""
     if get_platform(target.platform).replay is None:
+        kinds = " and ".join(replayed_devices())
         raise ValueError(
-            f"target={target.describe()}: mode=tune predicts the effect of compiler options only for TPUs and GPUs. "
+            f"target={target.describe()}: mode=tune predicts the effect of compiler options only for {kinds}. "
             "Use a slice such as target=v4-64."
         )
 
