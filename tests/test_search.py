@@ -65,7 +65,12 @@ from valkyrie.search.batches import (
     explain_batch,
     find_same_layouts,
 )
-from valkyrie.search.budget import describe_compile_time, describe_plan, describe_rival_budget
+from valkyrie.search.budget import (
+    describe_compile_time,
+    describe_missing_compiles,
+    describe_plan,
+    describe_rival_budget,
+)
 from valkyrie.search.compile import cache as compile_cache
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
@@ -1440,6 +1445,12 @@ def test_a_stopped_compile_lengthens_only_the_budget_for_its_chip(monkeypatch: p
         assert f"mode.budget={budget}min" in line, "twice as long as the compile that was stopped, or it is again"
         text = describe_compile_time(request, rival, compiled_layouts)
         assert text == ("more than 300 s" if budget == 10 else "about 81 s")
+    other = next(row for row in others if row.candidate.target == other_target.name).with_step_time(best.step_s)
+    layouts = [SimpleNamespace(target=stopped_target)]
+    for target, budget in ((stopped_target, 8), (other_target, 20)):
+        compiled_layouts = CompiledLayouts(layouts, "stopped", stopped_s=600.0, stopped_target=target)
+        warning = describe_missing_compiles(request, [rows[0], other], compiled_layouts)
+        assert f"No layout on {other_target.name} " in warning and f"mode.budget={budget}min" in warning
 
 
 @pytest.mark.parametrize(

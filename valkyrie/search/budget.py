@@ -97,14 +97,16 @@ def describe_missing_compiles(
     compiled = {describe_chips(layout.target) for layout in compiled_layouts.layouts}
     shown = [row for row in rows if not compiled or may_be_better(request, rows[0], row)]
     shown_chips = {describe_chips(target_slice(request, row)) for row in shown}
-    missing = [t.name for chips, t in _compiled_kinds(request).items() if chips in shown_chips - compiled]
+    missing = [target for chips, target in _compiled_kinds(request).items() if chips in shown_chips - compiled]
     is_measured = any(row.stage is Stage.measure for row in rows)
     is_cut_short = "mode.budget" in reason or compiled_layouts.stopped_s is not None
     if budget_s is None or not missing or is_measured or not is_cut_short:
         return ""
-    stopped_s = 0.0 if compiled else min(compiled_layouts.stopped_s or math.inf, FIRST_RESULT_FACTOR * budget_s)
-    budget = sufficient_budget(request, compiled_layouts, stopped_s)
-    text = f"No layout on {', '.join(missing)} was compiled, so its rows are estimates: {reason}"
+    stopped_s = max(_stopped_s(target, compiled_layouts) for target in missing)
+    if not compiled:
+        stopped_s = min(compiled_layouts.stopped_s or math.inf, FIRST_RESULT_FACTOR * budget_s)
+    budget, names = sufficient_budget(request, compiled_layouts, stopped_s), [target.name for target in missing]
+    text = f"No layout on {', '.join(names)} was compiled, so its rows are estimates: {reason}"
     if not compiled:
         text = f"Every number is an estimate, because no layout was compiled: {reason}"
     return (
