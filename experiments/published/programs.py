@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cache
 from typing import Any
+
+import grimp
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import build_topology
@@ -41,8 +44,18 @@ def replay_digest(run: Run) -> str:
     """Return a digest of what a replay depends on besides the program: code, topology and chip (`CHIP_FIELDS`)."""
     chip = run.config.target.chip
     values = [getattr(chip, name) for name in CHIP_FIELDS]
-    text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), values])
+    text = repr([source_digest(*_replay_sources()), build_topology(run.config.target), values])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _replay_sources() -> tuple[str, ...]:
+    """Return the modules of `valkyrie.machine`, and those of `valkyrie.compiled` that they import, as paths."""
+    graph = grimp.build_graph("valkyrie")
+    machine = {name for name in graph.modules if name.startswith("valkyrie.machine.")}
+    read = machine.union(*map(graph.find_upstream_modules, machine))
+    names = sorted(name for name in read if name.startswith(("valkyrie.machine.", "valkyrie.compiled.")))
+    return tuple(name.removeprefix("valkyrie.").replace(".", "/") + ".py" for name in names)
 
 
 def is_still_valid(result: dict[str, Any], current_key: str, libtpu_version: str, run: Run) -> bool:
