@@ -247,7 +247,7 @@ class MemoryEstimator:
         saved_total, unnamed_total = copies * saved_total, copies * unnamed_total
         logits_bytes, group_bytes, recomputed_bytes = self._working_sets
         # In the backward pass of a group: gathered keys and values with their gradients, the gathered inputs of a mixer
-        # and a feed-forward with theirs, and the gathered tokens of experts.
+        # and a feed-forward with theirs, the gathered tokens of experts, and the weights cast before the loop.
         gathers_layers = (layouts.stages == 1) | (gradients_kind == "stored")
         gathered_bytes = self.gathered_bytes * gathers_layers
         gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes

@@ -206,7 +206,7 @@ class Platform(ABC):
     def activation_bytes(
         self,
         saved_bytes: Any,
-        unrecomputed_bytes: Any,
+        unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
         kernel_bytes: Any,
@@ -220,13 +220,14 @@ class Platform(ABC):
 
         Args:
             saved_bytes: Bytes saved for the backward pass.
-            unrecomputed_bytes: Part of `saved_bytes` with neither a name nor a `saved_ratio`.
+            unnamed_bytes: Part of `saved_bytes` with neither a name nor a `saved_ratio`.
             loss_bytes: Working set of the loss.
             group_bytes: Working set of the largest layer of a group of layers.
             kernel_bytes: Bytes that the attention kernel of a layer reads and writes.
             recomputed_bytes: What the group's other layers recompute for their backward passes.
             gradient_bytes: Bytes of all gradients.
-            gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.
+            gathered_bytes: Gathered weights and activations of a layer with their gradients, and the weights of all
+                layers in the compute dtype.
         """
         return saved_bytes + loss_bytes + group_bytes + recomputed_bytes
 

@@ -142,7 +142,7 @@ class Tpu(Platform):
     def activation_bytes(
         self,
         saved_bytes: Any,
-        unrecomputed_bytes: Any,
+        unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
         kernel_bytes: Any,
@@ -161,7 +161,7 @@ class Tpu(Platform):
             LOSS_FACTOR * loss_bytes,
             gradient_bytes + np.maximum(GROUP_FACTOR * group_bytes, kernel_bytes) + recomputed_bytes + gathered_bytes,
         )
-        return saved_bytes + UNNAMED_FACTOR * unrecomputed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
+        return saved_bytes + UNNAMED_FACTOR * unnamed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
 
     def step_options(self, largest_gradient_bytes: int, devices: int) -> dict[str, str]:
         """Return the XLA option that keeps gradients of gathered weights out of windowed einsums.
