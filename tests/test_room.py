@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from runs import run_train, tiny_arguments
 from valkyrie import host_memory
 from valkyrie.config.modes import MODES
 from valkyrie.host_memory import free_memory
+from valkyrie.models.block import SavedActivation
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
@@ -279,6 +281,36 @@ def test_the_memory_estimate_counts_the_group_of_layers_with_the_most_activation
         return MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).activations.item()
 
     assert activation_bytes(1) == activation_bytes(0) > activation_bytes(4)
+
+
+def test_the_memory_estimate_counts_weights_cast_before_the_loop_over_layers():
+    def cast_bytes(*overrides: str) -> float:
+        """Return the bytes of activations that four layers have and two lack, per parameter of two layers."""
+        settings = ("model=gpt_tiny", "partition=dp", "target=v5e-4", "batch=4", "seq=8", "remat=full", *overrides)
+        two, four = (compose_run(*settings, f"model.layers={layers}") for layers in (2, 4))
+        memory = [
+            MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).activations for run in (two, four)
+        ]
+        return (memory[1] - memory[0]).item() / (four.model.parameter_count() - two.model.parameter_count())
+
+    assert cast_bytes() == pytest.approx(2, rel=0.02)
+    assert cast_bytes("precision=bf16") < 0.04 and cast_bytes("precision=float32") < 0.04
+
+
+def test_layers_of_a_group_recompute_named_activations_and_half_of_those_after_several_products():
+    run = compose_run("model=gpt_tiny", "partition=dp", "target=v5e-4", "batch=4", "seq=8")
+    layer = run.model.segments()[0][0][0]  # pyright: ignore[reportAttributeAccessIssue]
+    up = next(a for a in layer.saved_activations(is_first=False) if a.name == "up")
+    gate, hidden = replace(up, name="gate"), replace(up, name=None, product=False, count=2, saved_ratio=2.0)
+
+    def arrays(*activations: SavedActivation) -> float:
+        memory = MemoryEstimator(run, to_candidates([run]))
+        sizes = [memory._recomputed_bytes(group).item() for group in (activations, [up])]  # pyright: ignore[reportPrivateUsage]
+        return sizes[0] / sizes[1]
+
+    assert arrays(up, gate, hidden) == 3
+    assert arrays(up, hidden) == 1 and arrays(up, gate, replace(hidden, float32=True)) == 2
+    assert arrays(up, replace(gate, needed_for="up")) == 1
 
 
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
