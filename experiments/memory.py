@@ -24,9 +24,9 @@ from valkyrie.foreign_errors import parse_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_atomic
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.memory_errors import ERRORS_FILES
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory
 
 HERE = Path(__file__).resolve().parent
 LIMIT_OVERRIDE = "target.chip.xla_options.xla_tpu_max_hbm_size_mib=100"

@@ -27,8 +27,8 @@ from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.folder import write_run_files
 from valkyrie.sweep.names import trial_key
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory
 
 GOLDEN_FILE = Path(__file__).parent / "goldens" / "config_default.yaml"
 CHOICES = {group: config_names(group) for group in GROUPS}

@@ -44,8 +44,9 @@ from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.search.mode import find_layouts
 from valkyrie.search.request import parse_request
-from valkyrie.train.memory import MemoryEstimator, expected_memory, saved_bytes, to_candidates
+from valkyrie.train.memory import MemoryEstimator
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory, saved_bytes, to_candidates
 from valkyrie.train.screen import make_console
 from valkyrie.units import decimal_bytes_text, memory_text
 

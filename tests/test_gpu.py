@@ -16,7 +16,7 @@ from valkyrie.ops.attention import AttentionImpl
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.search.measure.measure import measure
 from valkyrie.train.devices import prepare_devices
-from valkyrie.train.memory import estimated_memory
+from valkyrie.train.run_memory import estimated_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -27,7 +27,8 @@ from valkyrie.models.block import BlockContext
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
 from valkyrie.tasks.next_token import token_losses
-from valkyrie.train.memory import MemoryEstimator, to_candidates
+from valkyrie.train.memory import MemoryEstimator
+from valkyrie.train.run_memory import to_candidates
 
 
 @lru_cache

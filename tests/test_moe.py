@@ -44,7 +44,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import estimated_memory, saved_bytes
+from valkyrie.train.run_memory import estimated_memory, saved_bytes
 
 EMBED, BATCH, SEQ = 8, 2, 12
 

@@ -38,8 +38,9 @@ from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
 from valkyrie.optim.muon import MuonSettings, muon, orthogonalize
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.train.memory import MemoryEstimator, expected_memory, to_candidates
+from valkyrie.train.memory import MemoryEstimator
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory, to_candidates
 from valkyrie.train.spread import matrix_stack_sharding
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")

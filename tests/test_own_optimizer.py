@@ -21,8 +21,9 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.runs import estimate_runs, stack_runs
-from valkyrie.train.memory import MemoryEstimator, expected_memory
+from valkyrie.train.memory import MemoryEstimator
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory
 
 README = Path(valkyrie.optim.__file__).parent / "README.md"
 SMALL = ("model=gpt_tiny", "model.embed=32", "batch=8", "seq=32", "mesh=2x2x2", "partition=fsdp", "tracking=off")

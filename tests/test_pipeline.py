@@ -29,8 +29,9 @@ from valkyrie.parallel.schedule import Pipeline
 from valkyrie.records import encode
 from valkyrie.search.compile.alternatives import fuller_remats
 from valkyrie.search.compile.summary import recomputed_activations
-from valkyrie.train.memory import MemoryEstimator, to_candidates
+from valkyrie.train.memory import MemoryEstimator
 from valkyrie.train.program import serialised_module
+from valkyrie.train.run_memory import to_candidates
 from valkyrie.train.show import legal_remats
 
 SEQUENCE = ("partition.activations.batch=[x]", "partition.activations.seq=[y]")

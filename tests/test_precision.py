@@ -30,8 +30,8 @@ from valkyrie.optim import Training, make_optimizer
 from valkyrie.optim.families.adamw import Config as AdamW
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.precision import DType
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory
 
 TINY = "gpt_tiny"
 SMALLEST = ("model.layers=1", "batch=8", "seq=16")

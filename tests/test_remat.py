@@ -37,8 +37,8 @@ from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.summary import recomputed_activations, remat_report
-from valkyrie.train.memory import saved_bytes
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import saved_bytes
 from valkyrie.train.show import legal_remats
 
 REMATS = config_names("remat")

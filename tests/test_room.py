@@ -26,10 +26,11 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
 from valkyrie.train.devices import Devices, machine_problems
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, expected_memory, to_candidates
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 from valkyrie.train.memory_errors import memory_estimate_errors
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFitError, check_memory_fit, explain_oom, judge_fit
+from valkyrie.train.run_memory import expected_memory, to_candidates
 from valkyrie.train.show import show_run
 from valkyrie.units import GIB
 
@@ -305,12 +306,23 @@ def test_layers_of_a_group_recompute_named_activations_and_half_of_those_after_s
 
     def arrays(*activations: SavedActivation) -> float:
         memory = MemoryEstimator(run, to_candidates([run]))
-        sizes = [memory._recomputed_bytes(group).item() for group in (activations, [up])]  # pyright: ignore[reportPrivateUsage]
+        groups = [memory._recomputed_bytes(group) for group in (activations, [up])]  # pyright: ignore[reportPrivateUsage]
+        sizes = [sum(bytes_.item() for _, bytes_ in group) for group in groups]
         return sizes[0] / sizes[1]
 
     assert arrays(up, gate, hidden) == 3
     assert arrays(up, hidden) == 1 and arrays(up, gate, replace(hidden, float32=True)) == 2
     assert arrays(up, replace(gate, needed_for="up")) == 1
+
+
+def test_layers_of_a_group_recompute_only_what_the_policy_does_not_save():
+    def recomputed(remat: str) -> tuple[float, float]:
+        run = compose_run("model=valkyrie_tiny", "partition=dp", "target=v5e-4", "batch=4", "seq=64", f"remat={remat}")
+        sizes = MemoryEstimator(run, to_candidates([run]))._working_sets(run.config.remat)  # pyright: ignore[reportPrivateUsage]
+        return sizes[0].item(), sizes[1].item()
+
+    (group, full), (same_group, dots), (_, everything) = (recomputed(remat) for remat in ("full", "dots", "none"))
+    assert full > dots > everything == 0 and group == same_group > 0
 
 
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():

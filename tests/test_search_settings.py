@@ -19,7 +19,7 @@ from valkyrie.search.estimate.rank import Ranking, rank
 from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import build_shortlist
-from valkyrie.train.memory import estimated_memory
+from valkyrie.train.run_memory import estimated_memory
 
 EXCHANGED = "model.moe.dispatch=exchanged"
 LIMITED = "model.moe.capacity_factor=1.25"

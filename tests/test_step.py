@@ -39,7 +39,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import SumGradientsPer
 from valkyrie.tasks.next_token import token_losses
 from valkyrie.train.program import StepProgram, serialised_module
-from valkyrie.train.room import accumulated_gradients
+from valkyrie.train.run_memory import accumulated_gradients
 
 TINY = "valkyrie_tiny"
 MIXED = Numerics("float32", "bfloat16", "float32")

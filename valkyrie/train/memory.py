@@ -1,4 +1,4 @@
-"""Memory of a training step on one device, for one layout or for thousands at once. Only `expected_memory` imports JAX.
+"""Memory of a training step on one device, for one layout or for thousands at once.
 
 The sizes of parameters, gradients, optimizer state and the EMA of the parameters follow from shapes. Sizes of
 activations are estimated from the `SavedActivation`s that the model's blocks declare.
@@ -6,24 +6,23 @@ activations are estimated from the `SavedActivation`s that the model's blocks de
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, padding_ratio
-from valkyrie.config.run import Run, known_axes
+from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
 from valkyrie.models import LayeredModel, layer_blocks
-from valkyrie.models.block import BLOCK_INPUT, Layer, SavedActivation
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation
 from valkyrie.models.stack import LOSS_SEQUENCES
 from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.parallel.candidates import Candidates
-from valkyrie.parallel.partition import MemoryKind, SumGradientsPer, resolve_rules
+from valkyrie.parallel.partition import MemoryKind, SumGradientsPer
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, saved_location
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.memory_errors import UNKNOWN_ERROR, memory_estimate_errors
@@ -63,24 +62,6 @@ class ExpectedMemory(Generic[Bytes]):
     def total(self) -> Bytes:
         """Sum of all parts, in bytes per device."""
         return self.parameters + self.gradients + self.optimizer + self.ema + self.activations
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes per device saved for the backward pass in device and in host memory, by activation name (or `UNNAMED`)."""
-
-    device: dict[str, int]
-    host: dict[str, int]
-
-    @property
-    def device_total(self) -> int:
-        """Bytes per device saved in device memory, over all activations."""
-        return sum(self.device.values())
-
-    @property
-    def host_total(self) -> int:
-        """Bytes per device saved in host memory, over all activations."""
-        return sum(self.host.values())
 
 
 class MemoryEstimator:
@@ -245,7 +226,7 @@ class MemoryEstimator:
         turns = layouts.rounds * layouts.microbatches + layouts.stages - 1
         copies = np.where((layouts.stages > 1) & (not layouts.is_1f1b), 1 + 1 / turns, 1)
         saved_total, unnamed_total = copies * saved_total, copies * unnamed_total
-        logits_bytes, group_bytes, recomputed_bytes = self._working_sets
+        group_bytes, recomputed_bytes = self._working_sets(remat)
         # In the backward pass of a group: gathered keys and values with their gradients, the gathered inputs of a mixer
         # and a feed-forward with theirs, the gathered tokens of experts, and the weights cast before the loop.
         gathers_layers = (layouts.stages == 1) | (gradients_kind == "stored")
@@ -253,7 +234,7 @@ class MemoryEstimator:
         gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
         gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes + self._cast_bytes
         platform = get_platform(self.run.config.target.platform)
-        inputs = logits_bytes, group_bytes, self._kernel_bytes, recomputed_bytes, gradients, gathered_bytes
+        inputs = self._logits_bytes, group_bytes, self._kernel_bytes, recomputed_bytes, gradients, gathered_bytes
         return platform.activation_bytes(saved_total, unnamed_total, *inputs)
 
     @cached_property
@@ -298,55 +279,75 @@ class MemoryEstimator:
         return total * np.where(layouts.is_split_twice("embed"), layouts.axes_size(data_axes), 0)
 
     @cached_property
-    def _working_sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes per device of the logits in memory at the same time, and of the activations of one group of layers.
+    def _logits_bytes(self) -> np.ndarray:
+        """Bytes per device of the logits in memory at the same time."""
+        layouts, logits = self.layouts, np.zeros(len(self.layouts))
+        for activation in self.run.model.working_activations():
+            logits = logits + (self._bytes(activation) if activation.positions is not None else 0.0)
+        logits = logits * np.where(layouts.is_split_twice("embed"), GATHERED_LOGITS, 1.0)
+        return logits / layouts.stages * self._microbatches_per_loss
 
-        The group is that with the largest sum of both other items, such as the layers with experts after dense ones.
-        The second item is all activations of the group's largest layer: the backward pass has the temporaries of one
-        layer at a time. With a pipeline, it includes the residual stream of all microbatches. The third item is what
-        the group's other layers recompute.
+    def _working_sets(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per device of the activations in the backward pass of a group of layers, beside those saved for it.
+
+        The group is that with the largest sum of both items, such as the layers with experts after dense ones. The
+        first item is all activations of the group's largest layer: the backward pass has the temporaries of one layer
+        at a time. With a pipeline, it includes the residual stream of all microbatches. The second item is what the
+        group's other layers recompute.
         """
-        layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
-        logits, group, others, is_pipelined = *(np.zeros(len(layouts)) for _ in range(3)), layouts.stages > 1
-        for activation in model.working_activations():
-            bytes_ = self._bytes(activation)
-            group, logits = (group + bytes_, logits) if activation.positions is None else (group, logits + bytes_)
-        if isinstance(model, LayeredModel):
-            groups = [self._group_bytes(layers) for layers, _ in model.segments()]
+        layouts, model, is_pipelined = self.layouts, self.run.model, self.layouts.stages > 1
+        group, others = (np.zeros(len(layouts)) for _ in range(2))
+        if self._layer_bytes:
+            groups = [self._group_bytes(totals, layers, remat) for totals, layers in self._layer_bytes]
             largest = np.array([largest_layer + rest for largest_layer, rest in groups]).argmax(axis=0)[None]
             group, others = (
                 np.take_along_axis(np.array(items), largest, axis=0)[0] for items in zip(*groups, strict=True)
             )
+        else:
+            for activation in model.working_activations():
+                group = group + (self._bytes(activation) if activation.positions is None else 0.0)
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
-            group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
-        logits = logits * np.where(layouts.is_split_twice("embed"), GATHERED_LOGITS, 1.0)
-        return logits / layouts.stages * self._microbatches_per_loss, group, others
+            group = group + np.where(is_pipelined, layouts.microbatches * self._bytes(replace(stream, count=1)), 0.0)
+        return group, others
 
-    def _group_bytes(self, group: Sequence[Layer]) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _layer_bytes(self) -> list[tuple[np.ndarray, list[list[tuple[SavedActivation, np.ndarray]]]]]:
+        """For each group of layers: the bytes per device of each layer's activations, and its `_recomputed_bytes`."""
+        groups = []
+        for group, _ in self.run.model.segments() if isinstance(self.run.model, LayeredModel) else ():
+            layers = [layer.saved_activations(is_first=False) for layer in group]
+            totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
+            groups.append((totals, [self._recomputed_bytes(activations) for activations in layers]))
+        return groups
+
+    def _group_bytes(
+        self, totals: np.ndarray, layers: list[list[tuple[SavedActivation, np.ndarray]]], remat: RematConfig
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes per device of all activations of a group's largest layer, and those the others recompute."""
-        layers = [layer.saved_activations(is_first=False) for layer in group]
-        totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
-        recomputed = np.array([self._recomputed_bytes(activations) for activations in layers])
+        zero, device = np.zeros(len(self.layouts)), ActivationLocation.device
+        recomputed = np.array(
+            [sum((n for a, n in layer if saved_location(a, remat) is not device), zero) for layer in layers]
+        )
         largest = totals.argmax(axis=0)[None]
         others = recomputed.sum(axis=0) - np.take_along_axis(recomputed, largest, axis=0)[0]
         return np.take_along_axis(totals, largest, axis=0)[0], others
 
-    def _recomputed_bytes(self, layer: Sequence[SavedActivation]) -> np.ndarray:
-        """Return the bytes per device that a layer recomputes at the start of its group's backward pass and keeps.
+    def _recomputed_bytes(self, layer: Sequence[SavedActivation]) -> list[tuple[SavedActivation, np.ndarray]]:
+        """Return what a layer keeps in its group's backward pass under full remat, with the bytes per device.
 
         These are its named activations, except those needed only to recompute others, and half of its unnamed arrays
         in the compute dtype. XLA fuses the other half with their readers, and also arrays that follow from a single
         product (buffers of nanochat and of valkyrie_125m with embed=640, experiments/LOG.md).
         """
-        total = np.zeros(len(self.layouts))
+        sizes = []
         for activation in layer:
             products = sum(other.product and other.tensor.axes == activation.tensor.axes for other in layer)
             if activation.name is None and products > 1 and not activation.float32:
-                total = total + self._saved_bytes(replace(activation, saved_ratio=0.5))
+                sizes.append((activation, self._saved_bytes(replace(activation, saved_ratio=0.5))))
             elif activation.name is not None and activation.needed_for is None:
-                total = total + self._saved_bytes(activation)
-        return total
+                sizes.append((activation, self._saved_bytes(activation)))
+        return sizes
 
     @cached_property
     def _kernel_bytes(self) -> np.ndarray:
@@ -444,55 +445,3 @@ class MemoryEstimator:
         if activation.name is not None:
             elements = elements * padding_ratio(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
-
-
-def to_candidates(runs: Sequence[Run]) -> Candidates:
-    """Return the layouts of runs as `Candidates`, with one entry per run and with empty `links`.
-
-    The runs must have the same partition and the same names of mesh axes.
-    """
-    config, layouts = runs[0].config, [run.layout for run in runs]
-    parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
-    return Candidates(
-        config.partition,
-        parameters,
-        activations,
-        runs[0].arrays,
-        {axis: np.array([layout.mesh.axes[axis] for layout in layouts]) for axis in layouts[0].mesh.axes},
-        {},
-        np.array([layout.microbatches for layout in layouts]),
-        np.full(len(runs), float(config.partition.rounds)),
-    )
-
-
-def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:
-    """Return the device memory of a run under `remat`, or under its own policy if None.
-
-    The size of the optimizer state comes from `abstract_state`, which has shapes and shardings. Arrays that the
-    partition keeps in host memory are omitted.
-    """
-    on_device = run.layout.partition.optimizer_memory is MemoryKind.device
-    optimizer = _shard_bytes(abstract_state.optimizer) if on_device else 0
-    return replace(estimated_memory(run, remat), optimizer=optimizer)
-
-
-def estimated_memory(run: Run, remat: RematConfig | None = None) -> ExpectedMemory[int]:
-    """Return the device memory of a run like `expected_memory`, but estimate the size of the optimizer state, too."""
-    memory = MemoryEstimator(run, to_candidates([run])).estimate(remat or run.config.remat)
-    return ExpectedMemory(**{name: int(bytes_.item()) for name, bytes_ in vars(memory).items()})
-
-
-def _shard_bytes(abstract: Any) -> int:
-    """Return the bytes that a tree of shapes with shardings takes on one device."""
-    import jax
-
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
-
-
-def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
-    """Return the bytes that a run saves for the backward pass under `remat`, or under its own policy if None."""
-    sizes_by_location = MemoryEstimator(run, to_candidates([run])).saved_by_location(remat or run.config.remat)
-    locations = sizes_by_location[ActivationLocation.device], sizes_by_location[ActivationLocation.host]
-    return SavedBytes(
-        *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
-    )

@@ -27,11 +27,10 @@ from valkyrie.parallel.partition import GradientSum, MemoryKind
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.tasks import Array
-from valkyrie.train.memory import estimated_memory
 from valkyrie.train.memory_errors import memory_estimate_errors
 from valkyrie.train.options import Option, collect_options, explain_option_errors, option_text
 from valkyrie.train.rematerialise import make_block_checkpoint
-from valkyrie.train.room import accumulated_gradients
+from valkyrie.train.run_memory import accumulated_gradients, estimated_memory
 from valkyrie.train.spread import matrix_stack_sharding
 from valkyrie.train.state import TrainState, init_state, state_from_parameters, state_shardings
 from valkyrie.train.step import eval_step, logits_step, train_step

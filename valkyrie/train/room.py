@@ -10,18 +10,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from valkyrie.axes import BATCH
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import ChipConfig, usable_hbm
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import AccumulatedGradients, PartitionConfig, SumGradientsPer
+from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimated_memory, expected_memory, to_candidates
+from valkyrie.train.memory import ExpectedMemory
 from valkyrie.train.memory_errors import UNKNOWN_ERROR, MemoryRatios, memory_estimate_errors
+from valkyrie.train.run_memory import estimated_memory, expected_memory
 from valkyrie.units import GIB, gib_text, memory_text
 
 if TYPE_CHECKING:
@@ -266,22 +266,3 @@ def _suggest_fewer_activations(program: StepProgram, available_bytes: int, devic
                 break
     advice = f"{', '.join(suggestions)} or a smaller model" if suggestions else "a smaller batch=, seq= or model="
     return f"Use {advice}. {_SLICE_ADVICE}"
-
-
-def accumulated_gradients(run: Run, chip: ChipConfig | None = None) -> AccumulatedGradients | None:
-    """Return how often a step of a run sums gradients over devices, and the memory for them.
-
-    Returns None if the run has no choice: without microbatches or a pipeline, or if no mesh axis splits the batch.
-    `chip` limits the memory if the run's target has no chip.
-    """
-    estimator = MemoryEstimator(run, to_candidates([run]), run.config.target.chip or chip)
-    if not estimator.layouts.can_sum_gradients_once.item():
-        return None
-    remat, layouts = run.config.remat, estimator.layouts
-    per, axes = SumGradientsPer.microbatch, ()
-    if estimator.sums_gradients_once(remat).item():
-        per, axes = SumGradientsPer.step, layouts.activations[BATCH]
-    elif layouts.can_sum_replicas_once.item():
-        per, axes = SumGradientsPer.hybrid, layouts.replica_axes
-    once_axes = tuple(axis for axis in axes if layouts.sizes[axis].item() > 1)
-    return AccumulatedGradients(per, int(estimator.estimate(remat).gradients.item()), once_axes)

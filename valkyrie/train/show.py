@@ -16,9 +16,10 @@ from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind, SumGradientsPer
 from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig, load_remat, shipped_remat_names
-from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, expected_memory, saved_bytes, to_candidates
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import accumulated_gradients, judge_target_fit
+from valkyrie.train.room import judge_target_fit
+from valkyrie.train.run_memory import accumulated_gradients, expected_memory, saved_bytes, to_candidates
 from valkyrie.units import GIB
 
 

@@ -13,8 +13,8 @@ from valkyrie.parallel.partition import shipped_partitions
 from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.paths import read_group
 from valkyrie.search.compile.prediction import FullerRemat, OtherPartition, Saving
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
+from valkyrie.train.run_memory import expected_memory
 
 
 def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving, ...]:

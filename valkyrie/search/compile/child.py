@@ -366,8 +366,8 @@ def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, 
     if shortage.largest:
         return shortage.largest
     from valkyrie.parallel.mesh import abstract_mesh
-    from valkyrie.train.memory import expected_memory
     from valkyrie.train.program import StepProgram
+    from valkyrie.train.run_memory import expected_memory
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     estimate = expected_memory(run, program.abstract_state)

@@ -15,8 +15,8 @@ from valkyrie.hardware.platforms import argument_output_bytes, get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compile.summary import memory_report
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram, serialised_module
+from valkyrie.train.run_memory import expected_memory
 
 
 @dataclass(frozen=True)

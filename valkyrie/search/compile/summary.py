@@ -29,8 +29,8 @@ from valkyrie.search.compile.prediction import (
     SourceLine,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.train.memory import MemoryEstimator, saved_bytes, to_candidates
-from valkyrie.train.room import accumulated_gradients
+from valkyrie.train.memory import MemoryEstimator
+from valkyrie.train.run_memory import accumulated_gradients, saved_bytes, to_candidates
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_link
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import MemoryEstimator, to_candidates
+from valkyrie.train.memory import MemoryEstimator
+from valkyrie.train.run_memory import to_candidates
 from valkyrie.trees import with_value
 from valkyrie.units import duration_text, memory_text
 
