@@ -38,6 +38,7 @@ from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.report.search import search_page
 from valkyrie.search import NO_STEP_TIME, compiling, correcting, durations, mode, progress, tuning
+from valkyrie.search import budget as budget_module
 from valkyrie.search import shortlist as shortlist_module
 from valkyrie.search.answer import (
     compile_command,
@@ -1429,6 +1430,7 @@ def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rival
 
 def test_a_stopped_compile_lengthens_only_the_budget_for_its_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [81.0, 81.0])
+    monkeypatch.setattr(budget_module, "missing_compilers", lambda request: {})
     request = make_request("mode.targets=[v5e-8,v6e-8]")
     (best, *others) = with_compile_commands(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
