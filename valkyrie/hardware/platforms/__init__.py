@@ -173,7 +173,7 @@ class Platform(ABC):
         """Return the message for a flag in `flags_variable` that the compiler refuses in its output, or None."""
         return None
 
-    def refuse_wrong_flags(self) -> None:  # noqa: B027 - most compilers read no such variable
+    def refuse_wrong_flags(self) -> None:  # noqa: B027 - not abstract: only libtpu reads a variable
         """Raise ValueError if the compiler refuses a flag in `flags_variable`, which would end this process."""
 
     @abstractmethod

@@ -186,7 +186,7 @@ class Gpu(Platform):
             os.environ.setdefault(_SKIP_CHECKS, "1")
         try:
             return describe().devices
-        except NotImplementedError:
+        except NotImplementedError:  # raised by JAX for platforms without a started plugin
             if self.has_driver():
                 raise ValueError(
                     "JAX's CUDA plugin did not start, probably because CUDA's libraries are missing. To compile for "
