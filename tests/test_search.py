@@ -101,7 +101,7 @@ from valkyrie.search.remarks import (
     describe_policies,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import describe_certainty, describe_ties, find_estimated_rivals, may_be_better
+from valkyrie.search.rivals import describe_certainty, describe_ties, may_be_better
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
@@ -776,20 +776,6 @@ def test_slices_without_an_interval_are_named_with_the_reason() -> None:
     assert "this model" in lines["v5e-8"] and "this model" not in lines["h100-8"]
     known = [replace(row, low_s=0.9 * row.step_s) if row.candidate.target == "v5e-8" else row for row in rows]
     assert describe_intervals(request, known) == [lines["h100-8"]]
-
-
-@pytest.mark.slow
-def test_more_compiles_are_suggested_than_earlier_searches_have_recorded(
-    compiler: ScaledCompiler, tmp_path: Path
-) -> None:
-    request = make_request("mode.compiles=2")
-    shortlist = make_shortlist(request)
-    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=3)
-    compiles = CompiledLayouts(4 * compiles.layouts, "mode.compiles=2 is reached")
-    rows = rank_layouts(request, shortlist, CompiledLayouts(), 10)
-    remarks = collect_remarks(request, rows, rank(request.run, request.space()), shortlist, compiles, MeasuredTrials())
-    rivals = [1, *find_estimated_rivals(request, rows)]
-    assert f"With mode.compiles={len(compiles.layouts) + len(rivals)}, this search" in " ".join(remarks)
 
 
 @pytest.mark.parametrize("price", [pytest.param("0", marks=pytest.mark.slow), "null"])
