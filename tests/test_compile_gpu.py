@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 import valkyrie
 from helpers import compose_config, compose_run
+from machines import needs_gpu_compiler
 from valkyrie.compiled.collectives import Collective
 from valkyrie.compiled.flops import AttentionSize, ProductSize
 from valkyrie.config.run import Run
@@ -35,12 +35,6 @@ from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.estimate.links import host_axis_links
 
-# The wheels are for Linux on x86_64 only. With 0.7 GB, they are too large for `.ci/run`, so tests of the compiler run
-# where somebody has installed the extra. The other tests of this file need no compiler and run everywhere.
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="compiles for a GPU: uv sync --extra gpu-compile (Linux on x86_64; no GPU is needed)",
-)
 GPUS = [chip for chip in known_chips().values() if chip.platform == "gpu"]
 
 

@@ -143,7 +143,7 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     assert "is StableHLO" in refusal(file, "module @jit_step {}\n")
     assert "is not scheduled" in refusal(file, STEP.replace(", is_scheduled=true", ""))
     assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
-    assert "for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
+    assert "compiled for GPUs, but v5e-8 " in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
     with pytest.raises(ValueError, match="does not exist"):
         read_dumped_module(tmp_path / "no.hlo")
     with pytest.raises(ValueError, match="is a folder"):
@@ -152,9 +152,10 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
 
 def test_a_module_for_cpus_is_refused(tmp_path: Path):
     compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
-    assert "was not compiled for a TPU" in refusal(
-        tmp_path / "cpu.pb", serialised_module(compiled), "v5e-1", mesh={"data": 1}
-    )
+    for slice in ("v5e-1", "h100-1"):
+        assert "for neither a TPU nor a GPU" in refusal(
+            tmp_path / "cpu.pb", serialised_module(compiled), slice, mesh={"data": 1}
+        )
 
 
 def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):

@@ -41,18 +41,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="valkyrie-predict",
         description="Predict the step time of a program on TPUs or GPUs, and which collectives it waits for.",
         epilog="Examples: valkyrie-predict train.py:step --target v5e-8; "
-        "valkyrie-predict step.hlo --target v4-64 --mesh data=8,model=4",
+        "valkyrie-predict step.hlo --target h100-64 --mesh data=8,model=8",
     )
     parser.add_argument(
         "module",
         help="FILE.py:FUNCTION, where FUNCTION() or FUNCTION(slice) returns (jitted, arguments) or (jitted, arguments, "
-        "keywords); or optimised HLO as text (*.after_optimizations.txt) or as a proto (.hlo.pb)",
+        "keywords); or optimised HLO as text (*after_optimizations.txt) or as a proto (.hlo.pb)",
     )
     parser.add_argument(
         "--target",
         required=True,
         metavar="SLICE",
-        help="slice to predict for, such as v4-64; for a compiled module, the slice that it was compiled for",
+        help="slice to predict for, such as v4-64 or h100-64; for a compiled module, the slice it was compiled for",
     )
     parser.add_argument(
         "--slices", type=int, default=1, help="number of slices, connected by the data-centre network; default: 1"

@@ -1,7 +1,7 @@
 """Reads dumped modules, as HLO text or as a proto, and rejects those that cannot be replayed.
 
-XLA writes these files with `--xla_dump_to`: `*.after_optimizations.txt` or, with `--xla_dump_hlo_as_proto`,
-`*.after_optimizations.hlo.pb`, which also has the buffer assignment, and thus the memory of the program. The text of
+XLA writes these files with `--xla_dump_to`: `*after_optimizations.txt` or, with `--xla_dump_hlo_as_proto`,
+`*after_optimizations.hlo.pb`, which also has the buffer assignment, and thus the memory of the program. The text of
 `compiled.as_text()` works as well.
 """
 
@@ -25,7 +25,7 @@ from valkyrie.compiled.schema import dump_class
 
 HOW_TO_DUMP = (
     "Run the program with XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_as_proto' and take "
-    "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
+    "FOLDER/*after_optimizations.hlo.pb, or save compiled.as_text()"
 )
 """Advice in error messages: how to dump the scheduled module of a JAX program."""
 MAX_FILE_BYTES = 2 * 2**30
@@ -35,6 +35,10 @@ _PARTITIONS_PATTERN = re.compile(r"num_partitions=(\d+)")
 _ENTRY_PATTERN = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
 _ROOT_PATTERN = re.compile(r"^\s*ROOT\b", re.MULTILINE)
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
+_GPU_CONFIGS = (b'"operation_queue_id"', b'"fusion_backend_config"')
+"""Keys of XLA:GPU's settings of an operation. Every operation on a queue of a GPU has the first of them."""
+_CAPABILITY_PATTERN = re.compile(r"(?:^|\.)sm_(\d+\.\d+)[a-z]?_gpu_")
+"""Matches the compute capability in names of dumps for GPUs: `m.jit_step.sm_9.0_gpu_after_optimizations.txt`."""
 _CMEM_SPACE = 3
 """ID of the memory space CMEM, which only v4 chips have."""
 _LARGE_PRODUCT_FLOPS = 1e9
@@ -47,23 +51,27 @@ class DumpedModule:
 
     Args:
         module: The parsed module.
+        platform: Name of the platform that the module was compiled for, `tpu` or `gpu`.
+        capability: Compute capability of the GPU in the name of the file, such as `9.0`, or None if it has none.
         device_count: Number of devices that the module was compiled for, or None if unknown.
         memory: Memory of the program, or None if unknown.
         argument_bytes: Bytes of the arguments in HBM on one device, including padding.
     """
 
     module: Module
+    platform: str
+    capability: str | None
     device_count: int | None
     memory: ProgramMemory | None
     argument_bytes: int
 
 
 def read_dumped_module(path: Path) -> DumpedModule:
-    """Read a scheduled TPU module from a file. Raises ValueError with a one-line message for anything else."""
+    """Read a scheduled module for TPUs or GPUs from a file. Raises ValueError with one line for anything else."""
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
+        raise ValueError(f"{path} is a folder. Use one of the *after_optimizations.txt or .hlo.pb files in it.")
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ValueError(f"{path} is too large for a module ({size / 2**30:.1f} GiB). {HOW_TO_DUMP}.")
     content = path.read_bytes()
@@ -80,9 +88,9 @@ def read_dumped_module(path: Path) -> DumpedModule:
         module, devices, memory = _read_text(path, text.decode(errors="replace"))
     else:
         module, devices, memory = _read_proto(path, content)
-    _check_replayable(path, module)
+    platform, capability = _find_platform(path, module), _CAPABILITY_PATTERN.search(path.name)
     argument_bytes = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _is_in_hbm(p))
-    return DumpedModule(module, devices, memory, argument_bytes)
+    return DumpedModule(module, platform, capability and capability[1], devices, memory, argument_bytes)
 
 
 def refuse_other_chip(module: Module, chip: str, has_megacore: bool, flops_per_cycle: float, name: str) -> None:
@@ -208,20 +216,21 @@ def _device_groups(instruction: Instruction) -> Iterator[np.ndarray]:
         yield from replica_groups(instruction, 1)
 
 
-def _check_replayable(path: Path, module: Module) -> None:
-    instructions = list(module.instructions.values())
-    if any(i.opcode == "custom-call" and i.custom_call_target.startswith(_GPU_TARGETS) for i in instructions) or any(
-        b'"fusion_backend_config"' in i.message.backend_config for i in instructions
-    ):
-        raise ValueError(
-            f"{path} was compiled for a GPU, but files can be predicted only for TPUs. Predict the function or the "
-            "jitted program for a GPU instead, or compile it for a TPU slice. Neither needs the devices."
-        )
+def _find_platform(path: Path, module: Module) -> str:
+    """Return the platform that a module was compiled for: `tpu` or `gpu`.
+
+    Raises ValueError for a module that is not scheduled, or was compiled for another platform.
+    """
     if not module.is_scheduled:
         raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
-    has_tiles = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
-    if not has_tiles and all(i.cycles is None for i in instructions):
-        raise ValueError(
-            f"{path} was not compiled for a TPU: its arrays have no tiles, and its operations have no cost estimates. "
-            "Files can be predicted only for TPUs: compile it for a TPU slice, which needs libtpu but no TPU."
-        )
+    instructions = module.instructions.values()
+    for i in instructions:
+        is_gpu_call = i.opcode == "custom-call" and i.custom_call_target.startswith(_GPU_TARGETS)
+        if is_gpu_call or any(key in i.message.backend_config for key in _GPU_CONFIGS):
+            return "gpu"
+    if any(i.cycles is not None or any(leaf.tile for leaf in i.shape.leaves) for i in instructions):
+        return "tpu"
+    raise ValueError(
+        f"{path} was compiled for neither a TPU nor a GPU: its arrays have no tiles, and its operations have neither "
+        "cost estimates nor XLA's settings for GPUs. Compile it for a slice of TPUs or GPUs, which needs no device."
+    )

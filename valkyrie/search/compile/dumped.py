@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from valkyrie.compiled.collectives import has_partial_groups
-from valkyrie.compiled.dumped import fastest_product_rate, read_dumped_module, refuse_other_chip
+from valkyrie.compiled.dumped import DumpedModule, fastest_product_rate, read_dumped_module, refuse_other_chip
 from valkyrie.compiled.hlo import Module
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program, predict_module
@@ -29,8 +31,8 @@ def predict_file(
 ) -> PredictedProgram:
     """Predict a step of a compiled module that XLA has dumped to a file (`--xla_dump_to`).
 
-    Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices, and
-    for `places` that are not those of the slice.
+    Raises ValueError for a module that cannot be replayed, or was compiled for another platform, chip or number of
+    devices, and for `places` that are not those of the slice.
 
     Args:
         path: File of the module.
@@ -40,9 +42,8 @@ def predict_file(
         work: Name, tokens and FLOPs of the program, which the module does not contain.
     """
     dump, work = read_dumped_module(path), work or ProgramWork()
-    chip = target.chip
+    _refuse_other_platform(dump, target, path)
     positions = target.positions(list(axes.values()), list(axes))
-    assert chip is not None and chip.clock_ghz is not None
     if places is not None:
         _require_positions(places, positions, target)
         positions = tuple(places)
@@ -57,23 +58,49 @@ def predict_file(
         )
     if dump.device_count is None:
         dump.module.num_partitions = devices
-    flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dump.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
+    chip_note = _check_chip(dump, target, path)
     memory = dump.memory or dump.argument_bytes
     program = foreign_program(work, work.name or dump.module.name.removeprefix("jit_"), target, axes)
     predicted_program = predict_module(program, dump.module, target, axes, positions, memory, work)
+    prediction, notes = predicted_program.prediction, [chip_note, *_describe_axis_order(dump.module, axes)]
+    return replace(predicted_program, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
+
+
+def _refuse_other_platform(dump: DumpedModule, target: Slice, path: Path) -> None:
+    """Raise ValueError for a module of another platform, and for a chip without the figures that a replay needs."""
+    platform, chip = get_platform(target.platform), target.chip
+    assert chip is not None
+    if dump.platform != platform.name:
+        raise ValueError(
+            f"{path} was compiled for {get_platform(dump.platform).plural_name}, but {target.describe()} has "
+            f"{platform.plural_name}. Use the slice that it was compiled for."
+        )
+    if missing := platform.missing_figures_message(chip, hosts=target.hosts * target.slices):
+        raise ValueError(missing)
+
+
+def _check_chip(dump: DumpedModule, target: Slice, path: Path) -> str:
+    """Return a note that the module may be for another chip. Raises ValueError if it clearly is."""
+    chip = target.chip
+    assert chip is not None
+    if dump.capability and chip.gpu and dump.capability != (capability := chip.gpu.capability.removesuffix("a")):
+        raise ValueError(
+            f"{path} was compiled for GPUs of compute capability {dump.capability}, as its name says, but {chip.name} "
+            f"has {capability}. Use the slice that it was compiled for."
+        )
+    peak_tflops, clock_ghz = chip.peak_tflops.get("bfloat16", 0.0), chip.clock_ghz or math.inf  # unknown for GPUs
+    flops_per_cycle = peak_tflops * 1e3 / clock_ghz / chip.devices
+    refuse_other_chip(dump.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
     rate = fastest_product_rate(dump.module, flops_per_cycle)
-    note = (
-        f"this prediction holds only if the module was compiled for {chip.name}. Check this, because a module does not "
-        "record its chip"
-    )
     if rate is not None and rate < LOW_RATE:
-        note = (
+        return (
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
             "compiled for this chip, because modules do not name their chip"
         )
-    prediction, notes = predicted_program.prediction, [note, *_describe_axis_order(dump.module, axes)]
-    return replace(predicted_program, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
+    return (
+        f"this prediction holds only if the module was compiled for {chip.name}. Check this, because a module does not "
+        "record its chip"
+    )
 
 
 def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
