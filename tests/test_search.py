@@ -85,7 +85,7 @@ from valkyrie.search.compile.prediction import (
     read_prediction,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, StopCause, compile_best
 from valkyrie.search.correcting import CorrectedTime, EstimatedStep, correct_estimates
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.space import LayoutSpace
@@ -1381,15 +1381,15 @@ def test_the_strongest_rivals_on_the_same_chips_are_named_with_the_command_that_
 
 
 @pytest.mark.parametrize(
-    ("reason", "compiles", "limits"),
+    ("cause", "compiles", "limits"),
     [
-        ("another compile would exceed mode.budget=8min", 12, ["mode.budget=3min"]),
-        ("mode.compiles=3 is reached", 3, ["mode.budget=3min", "mode.compiles=6"]),
-        (compiling.UNLIKELY, 12, []),
+        (StopCause.budget, 12, ["mode.budget=3min"]),
+        (StopCause.compiles, 3, ["mode.budget=3min", "mode.compiles=6"]),
+        (StopCause.finished, 12, []),
     ],
 )
 def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rivals(
-    reason: str, compiles: int, limits: list[str], monkeypatch: pytest.MonkeyPatch
+    cause: StopCause, compiles: int, limits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durations, "earlier_compile_seconds", lambda parameters, usable: [81.0, 81.0])
     request = make_request(f"mode.compiles={compiles}")
@@ -1397,7 +1397,7 @@ def test_a_search_that_is_cut_short_names_the_limits_that_would_settle_its_rival
     best = replace(rows[0], stage=Stage.compile)
     slow = rows[3].with_step_time(1.5 * best.step_s)
     rows = [best, *(row.with_step_time(best.step_s) for row in rows[1:3]), slow, replace(rows[4], stage=Stage.compile)]
-    compiled_layouts = CompiledLayouts([SimpleNamespace()] * 4, stop_reason=reason)  # pyright: ignore[reportArgumentType]
+    compiled_layouts = CompiledLayouts([SimpleNamespace()] * 4, stop_cause=cause)  # pyright: ignore[reportArgumentType]
     lines = describe_rival_budget(request, rows, compiled_layouts)
     assert len(lines) == bool(limits) and all(limit in line for line in lines for limit in limits)
     if lines:
@@ -1429,7 +1429,7 @@ def test_a_stopped_compile_lengthens_only_the_budget_for_its_chip(monkeypatch: p
     rows = [replace(best, stage=Stage.compile), rival]
     for target, seconds, budget in ((stopped_target, 300.0, 10), (stopped_target, 20.0, 2), (other_target, 300.0, 2)):
         layouts: Any = [SimpleNamespace()]
-        compiled_layouts = CompiledLayouts(layouts, "stopped", stopped_s=seconds, stopped_target=target)
+        compiled_layouts = CompiledLayouts(layouts, "", StopCause.budget, stopped_s=seconds, stopped_target=target)
         (line,) = describe_rival_budget(request, rows, compiled_layouts)
         assert f"mode.budget={budget}min" in line, "twice as long as the compile that was stopped, or it is again"
         text = describe_compile_time(request, rival, compiled_layouts)
@@ -1437,7 +1437,7 @@ def test_a_stopped_compile_lengthens_only_the_budget_for_its_chip(monkeypatch: p
     other = next(row for row in others if row.candidate.target == other_target.name).with_step_time(best.step_s)
     layouts = [SimpleNamespace(target=stopped_target)]
     for target, budget in ((stopped_target, 8), (other_target, 20)):
-        compiled_layouts = CompiledLayouts(layouts, "stopped", stopped_s=600.0, stopped_target=target)
+        compiled_layouts = CompiledLayouts(layouts, "", StopCause.budget, stopped_s=600.0, stopped_target=target)
         warning = describe_missing_compiles(request, [rows[0], other], compiled_layouts)
         assert f"No layout on {other_target.name} " in warning and f"mode.budget={budget}min" in warning
 
@@ -1686,7 +1686,7 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
 
     def refuse(request: SearchRequest, *arguments: Any) -> None:
         compiled_layouts = next(value for value in arguments if isinstance(value, CompiledLayouts))
-        compiled_layouts.stop_reason, compiled_layouts.is_refused = "LIBTPU_INIT_ARGS=--wrong", True
+        compiled_layouts.stop(StopCause.refused, "LIBTPU_INIT_ARGS=--wrong")
 
     monkeypatch.setattr(mode, "compile_best", refuse)
     status, answer, _, printed = search()

@@ -11,7 +11,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.search import FIRST_RESULT_FACTOR
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.batches import find_uncompiled_batch
-from valkyrie.search.compiling import CompiledLayouts
+from valkyrie.search.compiling import CompiledLayouts, StopCause
 from valkyrie.search.durations import compile_durations, durations_on
 from valkyrie.search.local_devices import missing_compilers
 from valkyrie.search.remarks import target_slice
@@ -99,7 +99,7 @@ def describe_missing_compiles(
     shown_chips = {describe_chips(target_slice(request, row)) for row in shown}
     missing = [target for chips, target in _compiled_kinds(request).items() if chips in shown_chips - compiled]
     is_measured = any(row.stage is Stage.measure for row in rows)
-    is_cut_short = "mode.budget" in reason or compiled_layouts.stopped_s is not None
+    is_cut_short = compiled_layouts.stop_cause in (StopCause.budget, StopCause.interrupt)
     if budget_s is None or not missing or is_measured or not is_cut_short:
         return ""
     stopped_s = max(_stopped_s(target, compiled_layouts) for target in missing)
@@ -125,8 +125,7 @@ def describe_rival_budget(
     bound for the others on its chip, and the budget is at least twice that. Returns an empty list without rivals, if
     nothing was compiled, or if compiling ended for another reason than `mode.budget`, `mode.compiles` or Ctrl-C.
     """
-    reason = compiled_layouts.stop_reason
-    is_cut_short = compiled_layouts.stopped_s is not None or "mode.budget" in reason or "mode.compiles" in reason
+    is_cut_short = compiled_layouts.stop_cause in (StopCause.budget, StopCause.compiles, StopCause.interrupt)
     places = [*([1] if rows[0].stage is Stage.estimate else []), *find_estimated_rivals(request, rows)]
     rivals = [place for place in places if rows[place - 1].compile]
     names = [name_rivals(rivals)] if rivals else []

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -57,6 +58,13 @@ UNLIKELY = (
     f"no other layout has a chance of {percent_text(MIN_CHANCE)} or more to be {percent_text(EQUAL_RATIO - 1)} faster"
 )
 """Reason to stop if layouts are left."""
+ALL_COMPILED = "every layout that may fit was compiled"
+
+
+class StopCause(Enum):
+    """What ended the compiles of a search. `refused`: an environment variable of this machine makes every one fail."""
+
+    finished, budget, compiles, interrupt, refused = range(5)
 
 
 @dataclass(frozen=True)
@@ -95,17 +103,17 @@ class CompiledLayouts:
 
     Args:
         layouts: The layouts. Those that earlier searches compiled come first, in no particular order.
-        stop_reason: Why no more layouts were compiled.
+        stop_reason: Why no more layouts were compiled, in words.
+        stop_cause: The same as a value. None until compiling ends.
         stopped_s: Seconds after which a compile was stopped, or None if none was.
         stopped_target: The slice of this compile, or None.
-        is_refused: Whether compiling stopped because an environment variable of this machine makes every compile fail.
     """
 
     layouts: list[CompiledLayout] = field(default_factory=list)
     stop_reason: str = ""
+    stop_cause: StopCause | None = None
     stopped_s: float | None = None
     stopped_target: TargetConfig | None = None
-    is_refused: bool = False
 
     @property
     def budget_factor(self) -> float:
@@ -114,6 +122,10 @@ class CompiledLayouts:
         Layouts that earlier searches compiled count.
         """
         return 1.0 if any(layout.step_s is not None for layout in self.layouts) else FIRST_RESULT_FACTOR
+
+    def stop(self, cause: StopCause, reason: str) -> None:
+        """Record why no more layouts were compiled."""
+        self.stop_cause, self.stop_reason = cause, reason
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
         """Return the layout that fits and has the lowest `SearchRequest.cost`, or None if none fits."""
@@ -214,7 +226,7 @@ def compile_best(
     `_pick_next` chooses the next layout. Does not start a compile that would likely exceed the budget (see
     `CompiledLayouts.budget_factor`), judging by the median so far, without those from the cache. A compile that is
     running when the budget ends is stopped. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds the results so
-    far. Stops with `compiled_layouts.is_refused` if an environment variable makes every compile fail.
+    far. Stops with `StopCause.refused` if an environment variable makes every compile fail.
 
     Args:
         request: The search.
@@ -249,12 +261,15 @@ def compile_best(
         rival = _find_batch_rival(request, compiled_layouts, find_batches)
         layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s(), rival)
         if layout is None:
-            compiled_layouts.stop_reason = UNLIKELY if possible else "every layout that may fit was compiled"
+            compiled_layouts.stop(
+                StopCause.finished, UNLIKELY if possible else "every layout that may fit was compiled"
+            )
         elif exceeds_budget(median(durations_s or [0.0])):
-            compiled_layouts.stop_reason = f"another compile would exceed {_describe_budget(request, compiled_layouts)}"
+            limit = _describe_budget(request, compiled_layouts)
+            compiled_layouts.stop(StopCause.budget, f"another compile would exceed {limit}")
         elif len(compiled_layouts.layouts) >= max_compiles:
-            compiled_layouts.stop_reason = f"mode.compiles={max_compiles} is reached"
-        if layout is None or compiled_layouts.stop_reason:
+            compiled_layouts.stop(StopCause.compiles, f"mode.compiles={max_compiles} is reached")
+        if layout is None or compiled_layouts.stop_cause is not None:
             return
         pending_layouts = [other for other in pending_layouts if other.candidate != layout.candidate]
         start, plan = time.monotonic(), plan_compile(request, layout, folder)
@@ -265,13 +280,14 @@ def compile_best(
             is_interrupt = isinstance(error, KeyboardInterrupt)
             cause = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
             stopped = f"was stopped after {compiled_layouts.stopped_s:.0f} s by {cause}"
-            compiled_layouts.stop_reason = f"the compile of {' '.join(layout.candidate.overrides)} {stopped}"
+            stop_cause = StopCause.interrupt if is_interrupt else StopCause.budget
+            compiled_layouts.stop(stop_cause, f"the compile of {' '.join(layout.candidate.overrides)} {stopped}")
             if is_interrupt:
                 raise
             return
         variable = get_platform(layout.group.target.platform).flags_variable
         if variable and any(problem.key == variable for problem in trial.problems):  # refuses every layout alike
-            compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
+            compiled_layouts.stop(StopCause.refused, trial.reason or "refused")
             return
         compiled_layout = _read_compiled(layout, trial, plan.trial_folder)
         if not compiled_layout.cached and trial.status in (Status.ok, Status.does_not_fit):

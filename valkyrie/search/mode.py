@@ -33,6 +33,7 @@ from valkyrie.search.budget import describe_compile_time, describe_missing_compi
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
+    StopCause,
     add_recorded_layouts,
     compile_best,
 )
@@ -139,7 +140,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     ranked_layouts = rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS)
     rows = rank_measured_layouts(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
-        if compiled_layouts.is_refused:
+        if compiled_layouts.stop_cause is StopCause.refused:
             reason = compiled_layouts.stop_reason
         elif measured_trials.trials:  # all measurements failed, so their layouts are not in the answer
             reason = f"no layout could be measured: {format_result(measured_trials.trials[0])}"
@@ -283,7 +284,8 @@ def _compile(
         compiled_text = count_text(len(compiled_layouts.layouts), "layout")
         console.print(f"{compiled_text} compiled by earlier searches in {folder}", soft_wrap=True)
     if limit == 0:
-        compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
+        if compiled_layouts.layouts:
+            compiled_layouts.stop(StopCause.compiles, "mode.compiles=0")
         return 0
     progress = CompileProgress(request, compiled_layouts, console)
     progress.print_start(folder)
@@ -300,7 +302,7 @@ def _compile(
         return EXIT_INTERRUPTED
     compiled_text = count_text(len(compiled_layouts.layouts), "layout")
     console.print(f"{compiled_text} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
-    if compiled_layouts.is_refused:
+    if compiled_layouts.stop_cause is StopCause.refused:
         return EXIT_REFUSED
     if compiled_layouts.layouts:
         return 0 if compiled_layouts.best(request) is not None else NO_STEP_TIME
