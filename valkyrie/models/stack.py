@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -229,14 +230,9 @@ class Stack:
         A group has `period` layers. The last group may have fewer.
         """
         layers, period = self.make_layers(), self.period
-        segments: list[tuple[list[Layer], int]] = []
-        for start in range(0, len(layers), period):
-            group = layers[start : start + period]
-            if segments and [layer.variant for layer in segments[-1][0]] == [layer.variant for layer in group]:
-                segments[-1] = (segments[-1][0], segments[-1][1] + 1)
-            else:
-                segments.append((group, 1))
-        return segments
+        groups = [layers[start : start + period] for start in range(0, len(layers), period)]
+        equal_groups = groupby(groups, key=lambda group: [layer.variant for layer in group])
+        return [(first, 1 + len(rest)) for _, (first, *rest) in equal_groups]
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by dotted name. Parameters of segments have a leading `layers` axis."""

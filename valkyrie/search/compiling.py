@@ -276,13 +276,8 @@ def compile_best(
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except (BudgetExceeded, KeyboardInterrupt) as error:
-            compiled_layouts.stopped_s, compiled_layouts.stopped_target = time.monotonic() - start, layout.group.target
-            is_interrupt = isinstance(error, KeyboardInterrupt)
-            cause = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
-            stopped = f"was stopped after {compiled_layouts.stopped_s:.0f} s by {cause}"
-            stop_cause = StopCause.interrupt if is_interrupt else StopCause.budget
-            compiled_layouts.stop(stop_cause, f"the compile of {' '.join(layout.candidate.overrides)} {stopped}")
-            if is_interrupt:
+            _stop_compile(request, layout, time.monotonic() - start, compiled_layouts, error)
+            if isinstance(error, KeyboardInterrupt):
                 raise
             return
         variable = get_platform(layout.group.target.platform).flags_variable
@@ -294,6 +289,21 @@ def compile_best(
             durations_s.append(time.monotonic() - start)
         compiled_layouts.layouts.append(compiled_layout)
         on_result(compiled_layout, compiled_layouts)
+
+
+def _stop_compile(
+    request: SearchRequest,
+    layout: EstimatedLayout,
+    seconds: float,
+    compiled_layouts: CompiledLayouts,
+    error: BaseException,
+) -> None:
+    """Record that `error` stopped the compile of a layout after some seconds: an interrupt, or the end of the budget."""
+    compiled_layouts.stopped_s, compiled_layouts.stopped_target = seconds, layout.group.target
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    by = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
+    reason = f"the compile of {' '.join(layout.candidate.overrides)} was stopped after {seconds:.0f} s by {by}"
+    compiled_layouts.stop(StopCause.interrupt if is_interrupt else StopCause.budget, reason)
 
 
 def add_recorded_layouts(

@@ -295,8 +295,7 @@ class MemoryEstimator:
         at a time. With a pipeline, it includes the residual stream of all microbatches. The second item is what the
         group's other layers recompute.
         """
-        layouts, model, is_pipelined = self.layouts, self.run.model, self.layouts.stages > 1
-        group, others = (np.zeros(len(layouts)) for _ in range(2))
+        group, others = (np.zeros(len(self.layouts)) for _ in range(2))
         if self._layer_bytes:
             groups = [self._group_bytes(totals, layers, remat) for totals, layers in self._layer_bytes]
             largest = np.array([largest_layer + rest for largest_layer, rest in groups]).argmax(axis=0)[None]
@@ -304,12 +303,18 @@ class MemoryEstimator:
                 np.take_along_axis(np.array(items), largest, axis=0)[0] for items in zip(*groups, strict=True)
             )
         else:
-            for activation in model.working_activations():
+            for activation in self.run.model.working_activations():
                 group = group + (self._bytes(activation) if activation.positions is None else 0.0)
-        if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
-            stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
-            group = group + np.where(is_pipelined, layouts.microbatches * self._bytes(replace(stream, count=1)), 0.0)
-        return group, others
+        return group + self._stream_bytes, others
+
+    @cached_property
+    def _stream_bytes(self) -> np.ndarray:
+        """Bytes per device of the residual stream of all microbatches, which the first stage of a pipeline holds."""
+        is_pipelined = self.layouts.stages > 1
+        if not is_pipelined.any():
+            return np.zeros(len(self.layouts))
+        stream = next(a for a in self.run.model.saved_activations() if a.name == BLOCK_INPUT)
+        return np.where(is_pipelined, self.layouts.microbatches * self._bytes(replace(stream, count=1)), 0.0)
 
     @cached_property
     def _layer_bytes(self) -> list[tuple[np.ndarray, list[list[tuple[SavedActivation, np.ndarray]]]]]:
