@@ -298,7 +298,7 @@ def _stop_compile(
     compiled_layouts: CompiledLayouts,
     error: BaseException,
 ) -> None:
-    """Record that `error` stopped the compile of a layout after some seconds: an interrupt, or the end of the budget."""
+    """Record that an interrupt or the end of the budget (`error`) stopped the compile of a layout after `seconds`."""
     compiled_layouts.stopped_s, compiled_layouts.stopped_target = seconds, layout.group.target
     is_interrupt = isinstance(error, KeyboardInterrupt)
     by = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
