@@ -164,7 +164,7 @@ def test_values_may_have_other_channels_than_keys(value_dim, monkeypatch):
     assert_close(kernel, expected, atol=2e-5)
 
 
-SINKS = jnp.asarray([-2.0, 0.5, 3.0, 12.0])
+SINKS = np.asarray([-2.0, 0.5, 3.0, 12.0], np.float32)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ def inputs():
     return hidden, unembed, targets, weights
 
 
-def reference_losses(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
+def reference_losses(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None, vocab_size=VOCAB):
     """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once.
 
     The loss of a token with weight 0 is 0.
     """
-    logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :VOCAB]
+    logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :vocab_size]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
