@@ -1,6 +1,7 @@
 """Tests on the TPUs or NVIDIA GPUs of one host: kernels, steps, and predictions against measurements.
 
-`JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0` or `JAX_PLATFORMS=cuda,cpu pytest -m gpu -n 0`.
+`JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0 tests/test_accelerators.py`, or `cuda,cpu` and `-m gpu`. The file is named
+because other tests start JAX when they are collected, and those errors would hide why there is no device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.timeout(600)
 
 MESHES = {1: "1x1x1", 2: "2x1x1", 4: "2x2x1", 8: "2x2x2"}
 """Mesh by the number of devices of the host. A program on TPUs must use all of them."""
-STEP_RATIO, PEAK_RATIO, ESTIMATE_RATIO = 2.0, 1.05, 1.4
+STEP_RATIO, PEAK_RATIO, ESTIMATE_RATIO = 2.0, 1.1, 1.4
 """Largest ratios of measured to predicted values, and the reverse.
 
 Steps of published runs took 0.9 to 1.41 times their prediction, and steps of small models have more overhead. The peak
