@@ -377,6 +377,8 @@ def test_fitting_recovers_known_constants() -> None:
         np.abs(timed_layouts[0].estimate(fitted) / step_s - 1).max()
         < np.abs(timed_layouts[0].estimate(Efficiency()) / step_s - 1).max()
     )
+    again = fit_constants(timed_layouts, Efficiency(), ("products",), first_guess=replace(fitted, products=0.7))
+    assert again.products == pytest.approx(fitted.products, rel=1e-3)
     with pytest.raises(ValueError, match="No step times"):
         fit_constants([], Efficiency(), ("products",))
 

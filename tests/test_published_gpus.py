@@ -5,6 +5,7 @@ Each group of runs is estimated with constants that are fitted to the other grou
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,18 +18,19 @@ import pytest
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
+from valkyrie.train.memory import MemoryEstimator
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "search"))
-gpus = import_module("gpus")  # a script, found by the line above
+gpus, gpu_layouts = map(import_module, ("gpus", "gpu_layouts"))  # scripts, found by the line above
 
 
 GROUP_PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
 import gpus
-published = gpus.read_rows(gpus.ROWS_FILE)
-group_rows = [row for row in published if row.line["group"] == sys.argv[2]]
-for pairs in gpus.estimate_by_group(group_rows, published).values():
+timed_groups = gpus.published_groups()
+group_rows = [row for row in gpus.read_rows(gpus.ROWS_FILE) if row.line["group"] == sys.argv[2]]
+for pairs in gpus.estimate_by_group(group_rows, timed_groups, gpus.fit_by_chip(timed_groups)).values():
     for row, estimate in pairs:
         print(row.step_s, estimate)
 """
@@ -87,3 +89,42 @@ def test_host_figures_stated_by_a_source_are_used() -> None:
         for r in gpus.read_rows(gpus.ROWS_FILE)
         if "3.6B_64" in r.line["group"]
     } == {100}
+
+
+def measured_layouts(tmp_path: Path, *groups: str) -> Path:
+    """Write the rows of these groups of measured_gpu_layouts.csv to a file and return it."""
+    header, *lines = gpu_layouts.ROWS_FILE.read_text().splitlines(keepends=True)
+    path = tmp_path / "rows.csv"
+    path.write_text(header + "".join(line for line in lines if line.split(",")[0] in groups))
+    return path
+
+
+def test_choices_among_measured_layouts_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_file = measured_layouts(tmp_path, "nanotron_1.34B_8", "alpa_8")
+    monkeypatch.setattr(sys, "argv", ["gpu_layouts.py", "--rows", str(rows_file)])
+    gpu_layouts.main()
+    lines = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines()]
+    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+    # Two of the 32 rows have other batches. The estimate chooses the fastest layout.
+    assert cells["nanotron_1.34B_8"][:4] == ["30", "40,149", "1.00", "1.00"]
+    assert "Alpa's pairs of layouts with the same model and GPUs: 6 of 6 in order" in cells
+    assert cells["nanotron"][:5] == ["32", "0", "0", "0", "32 of 32 (100%)"]
+
+
+def test_stages_of_separate_programs_store_as_many_microbatches_as_there_are_stages(tmp_path: Path) -> None:
+    with measured_layouts(tmp_path, "nanotron_8.86B_8").open() as lines:
+        rows = [gpu_layouts._parse_row(line) for line in csv.DictReader(lines) if line["pp"] != "1"]
+    layouts = [gpus.stack_rows(group).layouts for group in gpus.group_rows(rows)]
+    for group in layouts:
+        assert np.array_equal(group.in_flight_microbatches, np.minimum(group.stages, group.microbatches))
+    assert any((replace(group, separate_stages=False).in_flight_microbatches > group.stages).any() for group in layouts)
+
+
+def test_time_estimates_need_the_memory_only_to_choose_when_gradients_are_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [row for row in gpus.read_rows(gpus.ROWS_FILE) if "3.6B_64" in row.line["group"]][:1]
+    monkeypatch.delattr(MemoryEstimator, "_estimate")
+    assert gpus.stack_rows(rows).estimate(Efficiency())[0] > 0

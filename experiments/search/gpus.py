@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,9 +32,12 @@ from scipy.stats import spearmanr
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
+from valkyrie.models.families import gpt
+from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.mesh import parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, resolve_rules
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, resolve_rules
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
@@ -100,8 +103,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROWS_FILE)
     parser.add_argument("--each", action="store_true", help="print every row too")
     args, console = parser.parse_args(), Console(width=140, highlight=False)
-    published, rows = read_rows(ROWS_FILE), read_rows(args.rows)
-    by_group = estimate_by_group(rows, published)
+    timed_groups = published_groups()
+    constants = fit_by_chip(timed_groups)
+    by_group = estimate_by_group(read_rows(args.rows), timed_groups, constants)
     console.print(make_table(by_group))
     if args.each:
         for pairs in by_group.values():
@@ -112,8 +116,8 @@ def main() -> None:
                 console.print(
                     f"{settings}: {row.step_s:.3f} s, estimated {estimate:.3f} ({estimate / row.step_s - 1:+.1%})"
                 )
-    for chip, constants in fit_by_chip([stack_rows(group) for group in group_rows(published)]).items():
-        console.print(chip, constants)
+    for chip, chip_constants in constants.items():
+        console.print(chip, chip_constants)
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -122,47 +126,61 @@ def read_rows(file: Path) -> list[Row]:
         return [row for line in csv.DictReader(lines) if (row := parse_row(line)) is not None]
 
 
-def estimate_by_group(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
+def published_groups() -> list[TimedLayouts]:
+    """Return the rows of `ROWS_FILE`, stacked by `group_rows`."""
+    return [stack_rows(similar_rows) for similar_rows in group_rows(read_rows(ROWS_FILE))]
+
+
+def estimate_by_group(
+    rows: Sequence[Row], timed_groups: Sequence[TimedLayouts], constants: Mapping[str, Efficiency]
+) -> dict[str, list[tuple[Row, float]]]:
     """Return pairs of a row and its estimated seconds per step, by group.
 
-    Constants are fitted to the published rows of other groups.
+    Args:
+        rows: The rows to estimate.
+        timed_groups: Published rows (`published_groups`).
+        constants: Constants by chip that are fitted to all of `timed_groups`. A group of `timed_groups` itself is
+            estimated with constants that are fitted to the others.
     """
-    timed_groups = [stack_rows(similar_rows) for similar_rows in group_rows(published)]
-    published_groups = {layouts.family for layouts in timed_groups}
+    families = {layouts.family for layouts in timed_groups}
 
     @cache
-    def constants_without(group: str | None) -> dict[str, Efficiency]:
-        return fit_by_chip([layouts for layouts in timed_groups if layouts.family != group])
+    def constants_without(group: str, chip: str) -> Efficiency:
+        other_groups = [layouts for layouts in timed_groups if layouts.family != group]
+        return fit_chip(other_groups, chip, constants)
 
     by_group: dict[str, list[tuple[Row, float]]] = defaultdict(list)
     for similar_rows in group_rows(rows):
         layouts = stack_rows(similar_rows)
-        constants = constants_without(layouts.family if layouts.family in published_groups else None)
-        by_group[layouts.family] += zip(
-            similar_rows, map(float, layouts.estimate(constants[layouts.chip.name])), strict=True
-        )
+        group, chip = layouts.family, layouts.chip.name
+        chip_constants = constants_without(group, chip) if group in families else constants[chip]
+        by_group[group] += zip(similar_rows, map(float, layouts.estimate(chip_constants)), strict=True)
     return by_group
 
 
 def fit_by_chip(timed_groups: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
     """Return the efficiency constants by chip name, fitted to known step times."""
-    first_constants = fit_constants(
-        [timed for timed in timed_groups if timed.chip.name == FIRST_CHIP], INITIAL_CONSTANTS, FITTED_CONSTANTS
-    )
-    constants, initial = {FIRST_CHIP: first_constants}, replace(first_constants, scores_passes=0.0)
-    for chip in dict.fromkeys(timed.chip.name for timed in timed_groups if timed.chip.name != FIRST_CHIP):
-        constants[chip] = fit_constants(
-            [timed for timed in timed_groups if timed.chip.name == chip], initial, FITTED_FOR_OTHER_CHIPS
-        )
-    return constants
+    return {chip: fit_chip(timed_groups, chip, {}) for chip in dict.fromkeys(timed.chip.name for timed in timed_groups)}
+
+
+def fit_chip(timed_groups: Sequence[TimedLayouts], chip: str, guesses: Mapping[str, Efficiency]) -> Efficiency:
+    """Return the efficiency constants of a chip, fitted to known step times.
+
+    The solver begins with the chip's constants in `guesses`, if any. They only save time.
+    """
+    start, names = INITIAL_CONSTANTS, FITTED_CONSTANTS
+    if chip != FIRST_CHIP:
+        first_constants = fit_chip(timed_groups, FIRST_CHIP, guesses)
+        start, names = replace(first_constants, scores_passes=0.0), FITTED_FOR_OTHER_CHIPS
+    return fit_constants([timed for timed in timed_groups if timed.chip.name == chip], start, names, guesses.get(chip))
 
 
 def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
-    """Split rows into lists with the same group, model, remat and partition."""
+    """Split rows into lists with the same group, model, batch, chip, remat and partition."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        key = row.line["group"], id(row.run.model), row.line["remat"], row.line["seq_par"], row.line["fsdp"]
-        groups[key].append(row)
+        settings = (row.line.get(name) for name in ("group", "chip_kind", "remat", "seq_par", "fsdp", "zero"))
+        groups[id(row.run.model), row.run.config.batch, *settings].append(row)
     return list(groups.values())
 
 
@@ -202,10 +220,7 @@ def parse_row(line: dict[str, str]) -> Row | None:
         or int(line["cp"] or 1) > 1
     ):
         return None
-    run = make_run(
-        *(line[k] for k in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "model"))
-    )
-    run = run.changed(batch=int(line["gbs_seqs"]))
+    run = read_run(line)
     if line["step_time_s"]:
         seconds = float(line["step_time_s"])
     elif line["tok_per_s_per_chip"]:
@@ -215,31 +230,48 @@ def parse_row(line: dict[str, str]) -> Row | None:
     return Row(line, run, seconds)
 
 
+def read_run(line: dict[str, str]) -> Run:
+    """Return a run with the model and the batch of a line."""
+    names = "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "model"
+    return make_run(*(line[name] for name in names), line.get("tied", "")).changed(batch=int(line["gbs_seqs"]))
+
+
 @cache
-def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
+def make_run(
+    layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str, tied: str = ""
+) -> Run:
     """Return a run of a model with this shape, given as texts from the table.
 
-    If `name` starts with `llama`, the model has SwiGLU, causal attention and untied embeddings. Otherwise it has GELU,
-    attention without a causal mask, and tied embeddings. If empty, `kv_heads` is `heads`, `mlp` is four times `embed`,
-    and `vocab` is 51,200.
+    If `name` starts with `llama`, the model has SwiGLU, causal attention and, unless `tied` is 1, untied embeddings.
+    Otherwise it has GELU, attention without a causal mask, and tied embeddings. If empty, `kv_heads` is `heads`, `mlp`
+    is four times `embed`, and `vocab` is 51,200.
     """
-    is_llama = name.startswith("llama")
-    head_dim = int(embed) // int(heads)
-    shape = {
-        "layers": layers,
-        "embed": embed,
-        "mlp": mlp or 4 * int(embed),
-        "vocab_size": vocab or 51200,
-        "attention.heads": heads,
-        "attention.kv_heads": kv_heads or heads,
-        "attention.head_dim": head_dim,
-        "attention.causal": "true" if is_llama else "false",
-        "feed_forward": "swiglu" if is_llama else "gelu",
-        "tie_embeddings": str(not is_llama).lower(),
-        "tokenizer": "bytes",
-    }
-    overrides = [f"model.{key}={value}" for key, value in shape.items()]
-    return parse_run(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
+    base, is_llama, head_dim = _base_run(), name.startswith("llama"), int(embed) // int(heads)
+    assert isinstance(base.model, gpt.Config)
+    attention = replace(
+        base.model.attention,
+        heads=int(heads),
+        kv_heads=int(kv_heads or heads),
+        head_dim=head_dim,
+        causal=is_llama,
+    )
+    model = replace(
+        base.model,
+        layers=int(layers),
+        embed=int(embed),
+        mlp=int(mlp or 4 * int(embed)),
+        vocab_size=int(vocab or 51200),
+        attention=attention,
+        feed_forward=Nonlinearity.swiglu if is_llama else Nonlinearity.gelu,
+        tie_embeddings=tied == "1" or not is_llama,
+    )
+    return Run(replace(base.config, model=model, seq=int(seq)), model)
+
+
+@cache
+def _base_run() -> Run:
+    """Return a run in which `make_run` replaces the model and sequence length. Composing each run takes a second."""
+    return parse_run(["model=gpt_1b", "precision=bf16", "mode=show"])
 
 
 def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
@@ -247,12 +279,12 @@ def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
 
     Mesh axes are x for pipeline, y for data and z for tensor parallelism. Hosts are filled along z first.
     """
-    line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
+    line, chip = rows[0].line, published_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):
             chip = replace(chip, **{figure: float(line[column])})
     sharded = bool(line["fsdp"])
-    partition = megatron_partition(sharded, line["seq_par"] == "1")
+    partition = megatron_partition(sharded, line["seq_par"] == "1", line.get("zero") == "1")
     parameters, activations, problems = resolve_rules(
         partition, parse_mesh("2x2x2"), rows[0].run.arrays.axes, known_axes()
     )
@@ -265,7 +297,6 @@ def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
     batch = read_column(rows, "gbs_seqs") // sizes["y"]
     # Without a pipeline, more rows at a time are never slower. With one, Megatron-LM reports that 1 was best.
     microbatch_sizes = np.array([int(row.line["micro_bs"] or (1 if row.line["pp"] != "1" else 4)) for row in rows])
-    microbatches = np.where(sharded, 1, batch // microbatch_sizes)
     rounds = read_column(rows, "vpp").astype(float)
     layouts = Candidates(
         partition,
@@ -274,13 +305,15 @@ def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
         rows[0].run.arrays,
         sizes,
         host_axis_links(sizes, chip),
-        microbatches,
+        batch // microbatch_sizes,
         rounds,
         sums_once=True,
         shares_loss=False,
         sends_parts=True,
+        separate_stages=True,
     )
-    remat = FULL_REMAT if line["remat"] == "full" else SELECTIVE_REMATS[chip.name]
+    remats = {"full": FULL_REMAT, "none": NO_REMAT}
+    remat = remats[line["remat"]] if line["remat"] in remats else SELECTIVE_REMATS[chip.name]
     run = rows[0].run.changed(target=replace(rows[0].run.config.target, chip=chip))
     return TimedLayouts(
         step_work(run, recompute_last_matmul=True),
@@ -292,22 +325,35 @@ def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
     )
 
 
+@cache
+def published_chips() -> dict[str, ChipConfig]:
+    """Return the chips of published runs by name: those of `conf/target/chip`, and two without a file there."""
+    chips = known_chips()
+    a100 = chips["a100"]
+    small_a100 = replace(a100, hbm_gib=40, usable_hbm_gib=39.42, hbm_gbs=1555)  # NVIDIA A100 data sheet
+    v100 = replace(  # NVIDIA V100 SXM2 data sheet. The six links of a device lead to four others, not to a switch.
+        a100, peak_tflops={"bfloat16": 125.0}, hbm_gib=16, usable_hbm_gib=15.78, hbm_gbs=900, switch_gbs=150
+    )
+    return {**chips, "a100-40": small_a100, "v100": v100}
+
+
 def read_column(rows: Sequence[Row], key: str) -> np.ndarray:
     """Return a column as integers, with 1 for empty cells."""
     return np.array([int(row.line[key] or 1) for row in rows])
 
 
 @cache
-def megatron_partition(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
+def megatron_partition(sharded: bool, sequence_parallel: bool, zero1: bool = False) -> PartitionConfig:
     """Return Megatron-LM's partition. It shards layers over x, batch over y, and heads, MLP and vocabulary over z.
 
     With `sharded`, parameters are also sharded over y, along `embed` (FSDP). With `sequence_parallel`, activations
-    between blocks are also sharded over z, along `embed`.
+    between blocks are also sharded over z, along `embed`. The schedule of the pipeline (1F1B) affects only memory.
     """
     model_axes = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
     parameter_rules = {"layers": ["x"], **model_axes} | ({"embed": ["y"]} if sharded else {})
     activation_rules = {"batch": ["y"], **model_axes} | ({"embed": ["z"]} if sequence_parallel else {})
-    return PartitionConfig("megatron", parameter_rules, activation_rules)
+    schedule = PipelineSchedule["1f1b"]
+    return PartitionConfig("megatron", parameter_rules, activation_rules, zero1=zero1, schedule=schedule)
 
 
 def _megatron_flops(line: dict[str, str]) -> float:

@@ -52,6 +52,8 @@ class Candidates:
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
         sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
             (Megatron-LM, arXiv 2104.04473, section 4.1). Otherwise each device sends all of them.
+        separate_stages: Each stage of a pipeline is a program of its own (PyTorch), which reads its input when it needs
+            it, and starts a backward pass as soon as it can. Otherwise one program has all stages, in lockstep.
     """
 
     partition: PartitionConfig
@@ -66,6 +68,7 @@ class Candidates:
     sums_once: bool = False
     shares_loss: bool = True
     sends_parts: bool = False
+    separate_stages: bool = False
 
     def __len__(self) -> int:
         return len(self.microbatches)
@@ -317,8 +320,10 @@ class Candidates:
         """Number of microbatches for which a stage stores the inputs of all its layers. 1 without a pipeline.
 
         This is `Pipeline.stored_microbatches` divided by the rounds, because each round runs only a part of the layers.
+        With `separate_stages`, the first stage of 1F1B starts a backward pass after as many microbatches as stages.
         """
         stages, microbatches = self.stages, self.microbatches
         forward_turns = self.rounds * microbatches + stages - 1
-        stored = np.minimum(2 * stages - 1, microbatches) if self.is_1f1b else forward_turns
+        most_stored = stages if self.separate_stages else 2 * stages - 1
+        stored = np.minimum(most_stored, microbatches) if self.is_1f1b else forward_turns
         return np.where(stages > 1, stored / self.rounds, 1)

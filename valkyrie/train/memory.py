@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, padding_ratio
+from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter, padding_ratio
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig, usable_hbm
@@ -75,7 +75,11 @@ class MemoryEstimator:
 
     def __init__(self, run: Run, layouts: Candidates, chip: ChipConfig | None = None) -> None:
         self.run, self.layouts, self.chip = run, layouts, chip or run.config.target.chip
-        self.parameters = tuple(run.model.parameters().values())
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The model's parameters."""
+        return tuple(self.run.model.parameters().values())
 
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
@@ -86,14 +90,21 @@ class MemoryEstimator:
 
         This implements `SumGradientsPer`. The step, its estimates and reports all use this function.
         """
-        return self._choose(remat)[0]
+        # Without a choice, estimates of the time alone need no estimate of the memory, which takes longer.
+        return self._choose(remat)[0] if self._may_sum_once else np.zeros(len(self.layouts), bool)
+
+    @cached_property
+    def _may_sum_once(self) -> bool:
+        """Whether a step under any of the layouts can sum gradients once, and the partition permits it."""
+        is_refused = self.layouts.partition.sum_gradients_per in (SumGradientsPer.microbatch, SumGradientsPer.hybrid)
+        return not is_refused and bool(self.layouts.can_sum_gradients_once.any())
 
     def _choose(self, remat: RematConfig) -> tuple[np.ndarray, ExpectedMemory[np.ndarray]]:
         """Return the results of `sums_gradients_once` and `estimate`."""
         key = (*remat.save, None, *remat.offload)
         if key not in self._choices:
             can_sum_once, setting = self.layouts.can_sum_gradients_once, self.layouts.partition.sum_gradients_per
-            if setting in (SumGradientsPer.microbatch, SumGradientsPer.hybrid) or not can_sum_once.any():
+            if not self._may_sum_once:
                 self._choices[key] = np.zeros(len(self.layouts), bool), self._estimate(remat, "stored")
             else:
                 once, other = (self._estimate(remat, kind) for kind in ("accumulated", "stored"))
@@ -292,8 +303,8 @@ class MemoryEstimator:
 
         The group is that with the largest sum of both items, such as the layers with experts after dense ones. The
         first item is all activations of the group's largest layer: the backward pass has the temporaries of one layer
-        at a time. With a pipeline, it includes the residual stream of all microbatches. The second item is what the
-        group's other layers recompute.
+        at a time. With a pipeline that is one program, it includes the residual stream of all microbatches. The second
+        item is what the group's other layers recompute.
         """
         group, others = (np.zeros(len(self.layouts)) for _ in range(2))
         if self._layer_bytes:
@@ -309,9 +320,12 @@ class MemoryEstimator:
 
     @cached_property
     def _stream_bytes(self) -> np.ndarray:
-        """Bytes per device of the residual stream of all microbatches, which the first stage of a pipeline holds."""
+        """Bytes per device of the residual stream of all microbatches, which the first stage of a pipeline holds.
+
+        0 for stages that are separate programs.
+        """
         is_pipelined = self.layouts.stages > 1
-        if not is_pipelined.any():
+        if not is_pipelined.any() or self.layouts.separate_stages:
             return np.zeros(len(self.layouts))
         stream = next(a for a in self.run.model.saved_activations() if a.name == BLOCK_INPUT)
         return np.where(is_pipelined, self.layouts.microbatches * self._bytes(replace(stream, count=1)), 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -65,6 +66,9 @@ The distance is a fraction of the range in `BOUNDS`. The relative error of a lay
 weighted.
 """
 
+TOLERANCE = 1e-5
+"""Relative change of the loss, or of the constants, at which the solver stops."""
+
 
 @dataclass(frozen=True)
 class TimedLayouts:
@@ -83,8 +87,16 @@ class TimedLayouts:
 
     def estimate(self, efficiency: Efficiency) -> np.ndarray:
         """Return the estimated seconds per step of each layout."""
-        network = collective_model(self.chip, efficiency)
-        return StepEstimator(self.work, self.layouts, self.chip, efficiency, network).estimate(self.remat).step_s
+        if efficiency not in self._estimates:
+            network = collective_model(self.chip, efficiency)
+            estimator = StepEstimator(self.work, self.layouts, self.chip, efficiency, network)
+            self._estimates[efficiency] = estimator.estimate(self.remat).step_s
+        return self._estimates[efficiency]
+
+    @cached_property
+    def _estimates(self) -> dict[Efficiency, np.ndarray]:
+        """Results of `estimate`. Fits that leave out different families begin with the same constants."""
+        return {}
 
 
 def timed_layouts(runs: Sequence[Run], step_s: Sequence[float], family: str) -> TimedLayouts:
@@ -96,10 +108,18 @@ def timed_layouts(runs: Sequence[Run], step_s: Sequence[float], family: str) -> 
     )
 
 
-def fit_constants(timed_groups: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]) -> Efficiency:
+def fit_constants(
+    timed_groups: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str], first_guess: Efficiency | None = None
+) -> Efficiency:
     """Fit the named constants to known step times, starting from `start`.
 
     Raises ValueError if `timed_groups` is empty.
+
+    Args:
+        timed_groups: The layouts with known step times.
+        start: Constants that are not fitted, and the values to which the penalty draws the fitted ones.
+        names: Names of the fitted constants.
+        first_guess: Constants from which the solver begins, such as those of a similar fit, or None for `start`.
     """
     from scipy.optimize import least_squares
 
@@ -127,9 +147,18 @@ def fit_constants(timed_groups: Sequence[TimedLayouts], start: Efficiency, names
         return np.concatenate([*residuals, PENALTY_WEIGHT * (x - default) / (upper_bounds - lower_bounds)])
 
     margin = 1e-6 * (upper_bounds - lower_bounds)
-    initial = np.clip(default, lower_bounds + margin, upper_bounds - margin)
+    guess = start if first_guess is None else first_guess
+    initial = np.array([_to_log_scale(name, max(getattr(guess, name), BOUNDS[name][0])) for name in names])
+    initial = np.clip(initial, lower_bounds + margin, upper_bounds - margin)
     solution = least_squares(
-        errors, initial, bounds=(lower_bounds, upper_bounds), loss="soft_l1", f_scale=0.1, diff_step=1e-3
+        errors,
+        initial,
+        bounds=(lower_bounds, upper_bounds),
+        loss="soft_l1",
+        f_scale=0.1,
+        diff_step=1e-3,
+        ftol=TOLERANCE,
+        xtol=TOLERANCE,
     )
     return efficiency_at(solution.x)
 

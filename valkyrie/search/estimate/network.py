@@ -112,6 +112,8 @@ class CollectiveModel:
     def _seconds(
         self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, share: float, kind: str = "sum"
     ) -> np.ndarray:
+        if not axes:
+            return np.zeros(len(layouts))
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, outer_rate, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:

@@ -401,6 +401,8 @@ class StepEstimator:
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data_axes = tuple(axis for axis in stored if axis in layouts.data_axes)
+        if not data_axes:
+            return np.zeros(len(layouts))
         parts = layouts.axes_size(data_axes)
         seconds = self.network.all_gather(layouts, data_axes, factor_bytes * parts)
         return np.where(layouts.is_split_twice(logical), self.efficiency.whole_batches * seconds, 0.0)
