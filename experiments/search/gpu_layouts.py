@@ -25,7 +25,7 @@ import gpus
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 from valkyrie.config.arguments import parse_run
 from valkyrie.hardware.target import ChipConfig
@@ -186,7 +186,7 @@ def compare_choices(layouts: Sequence[Layout]) -> list[float]:
     sizes = [(one.model_parallelism, -int(one.line["micro_bs"]), one.step_s) for one in layouts]
     by_size = sorted(range(len(layouts)), key=sizes.__getitem__)
     shares = [share for order in (by_estimate, by_size) for share in (rates[order[0]], rates[order[:3]].max())]
-    order = float(spearmanr(measured_s, estimated_s)[0])
+    order = float(np.corrcoef(rankdata(measured_s), rankdata(estimated_s))[0, 1])
     return [*map(float, shares), float(rates.mean()), order, float(np.median(np.abs(estimated_s / measured_s - 1)))]
 
 
