@@ -144,6 +144,24 @@ def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
     assert trip_counts(parse_module(text)) == [6]
 
 
+@pytest.mark.parametrize(("inner_limit", "counts"), [("n", [6, 6]), ("next", [None, None])])
+def test_a_loop_bound_that_passes_through_an_inner_loop_is_found(inner_limit: str, counts: list[int | None]):
+    text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", "LT")
+    text = text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1")
+    head, loop = text.split("body {", 1)
+    body, entry = loop.split("ENTRY", 1)
+    inner = "body {" + body
+    forwarded = (
+        f"  zero = s32[] constant(0)\n  carry = (s32[], s32[], f32[4]) tuple(zero, {inner_limit}, y)\n"
+        "  loop = (s32[], s32[], f32[4]) while(carry), condition=condition, body=body\n"
+        "  kept = s32[] get-tuple-element(loop), index=1\n  ROOT t ="
+    )
+    outer = inner.replace("body {", "outer {").replace("condition {", "until {").replace("  ROOT t =", forwarded)
+    outer = outer.replace("tuple(next, n, y)", "tuple(next, kept, y)")
+    entry = entry.replace("condition=condition, body=body", "condition=until, body=outer")
+    assert trip_counts(parse_module(f"{head}{inner}{outer}ENTRY{entry}")) == counts
+
+
 def test_a_loop_with_a_data_dependent_bound_has_no_count():
     module = compile_module(
         lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8)
