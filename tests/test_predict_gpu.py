@@ -96,8 +96,26 @@ def test_wrong_modules_for_gpus_are_refused_in_one_line(tmp_path: Path):
     assert "was compiled for 8 devices, but h100-16 " in other_count and other_count.endswith(" Use h100-8.")
     assert "step.txt is empty" in refusal(file, "", "h100-8")
     named = tmp_path / "module_0001.jit_step.sm_9.0_gpu_after_optimizations.txt"
-    assert "capability 9.0, as its name says, but a100 has 8.0" in refusal(named, text, "a100-8")
+    assert "of compute capability 9.0, as its name says, but a100 has compute capability 8.0" in refusal(
+        named, text, "a100-8"
+    )
+    amd = tmp_path / "module_0001.jit_step.gfx950_gpu_after_optimizations.txt"
+    assert "of gfx950, as its name says, but h100 has compute capability 9.0" in refusal(amd, text, "h100-8")
+    with pytest.raises(ValueError, match="GPUs have no slices"):
+        valkyrie.predict(GPU_STEP, slice=valkyrie.slice("h100-4", slices=2), mesh=MESH)
     assert valkyrie.predict(named, slice=valkyrie.slice("h200-8"), mesh=MESH).step_s
+
+
+def test_products_of_triton_in_full_precision_are_not_those_of_tf32(tmp_path: Path):
+    """Products of a fusion have their precision in the instruction, those of cuBLAS in the settings of the call."""
+    text, seconds = GPU_STEP.read_text().replace("bf16", "f32"), []
+    exact = re.sub(r"(?m)^(.* dot\(.*?), metadata=", r"\1, operand_precision={highest,highest}, metadata=", text)
+    for name, module in (("tf32", text), ("exact", exact)):
+        (tmp_path / f"{name}.txt").write_text(module)
+        prediction = valkyrie.predict(tmp_path / f"{name}.txt", slice=valkyrie.slice("h100-8"), mesh=MESH)
+        assert prediction.step_s is not None
+        seconds.append(prediction.step_s)
+    assert exact.count("operand_precision") == 5 and seconds[1] > 2 * seconds[0]
 
 
 def test_a_chip_without_the_figures_of_a_replay_is_refused():

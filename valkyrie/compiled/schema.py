@@ -33,6 +33,7 @@ _MESSAGES = {
     "7 input_batch int, 8 input_feature int, 9 output_batch int, 10 output_feature int, 11 input_spatial int*, "
     "12 output_spatial int*",
     "DotDimensions": "1 lhs_contracting int*, 2 rhs_contracting int*, 3 lhs_batch int*, 4 rhs_batch int*",
+    "Precision": "1 operands int*",
     "GatherDimensions": "1 offset_dims int*, 4 index_vector_dim int",
     "ScatterDimensions": "1 update_window_dims int*",
     "ReplicaGroup": "1 replica_ids int*",
@@ -52,9 +53,9 @@ _MESSAGES = {
     "16 convolution ConvolutionDimensions, 26 channel_id int, 28 custom_call_target str, 30 dot DotDimensions, "
     "33 gather GatherDimensions, 35 id int, 36 operand_ids int*, 38 called_computation_ids int*, "
     "43 backend_config bytes, 48 scatter ScatterDimensions, 49 replica_groups ReplicaGroup*, "
-    "50 feature_group_count int, 52 source_target_pairs SourceTarget*, 58 batch_group_count int, "
-    "63 comparison_direction str, 68 frontend_attributes Attributes, 71 use_global_device_ids bool, "
-    "87 device_list DeviceList, 92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
+    "50 feature_group_count int, 51 precision Precision, 52 source_target_pairs SourceTarget*, "
+    "58 batch_group_count int, 63 comparison_direction str, 68 frontend_attributes Attributes, "
+    "71 use_global_device_ids bool, 87 device_list DeviceList, 92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
     "Computation": "1 name str, 2 instructions Instruction*, 5 id int, 6 root_id int",
     "Sequence": "1 instruction_ids int*",
     "ScheduleEntry": "1 key int, 2 value Sequence",

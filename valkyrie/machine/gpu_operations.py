@@ -22,6 +22,8 @@ from valkyrie.parts import PartKind
 
 _TABLE_DTYPES = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "s8": "int8"}
 """Names in `GpuFigures.products` of XLA's dtypes. fp8 types are `float8_e4m3fn`."""
+_HIGHEST_PRECISION = 2
+"""Number of `jax.lax.Precision.HIGHEST` in XLA's PrecisionConfig."""
 _FREE_TARGETS = {"Sharding", "AllocateBuffer", "annotate_device_placement"}
 
 
@@ -171,7 +173,9 @@ def _list_sizes(instructions: Iterable[Instruction]) -> Iterable[tuple[ProductSi
 
 
 def _is_full_precision(instruction: Instruction) -> bool:
-    """Return whether a float32 product must not use TF32."""
+    """Return whether a float32 product must not use TF32. It is a call of cuBLAS, or an instruction of a fusion."""
+    if _HIGHEST_PRECISION in instruction.message.precision.operands:
+        return True
     precision = instruction.backend_config.get("gemm_backend_config", {}).get("precision_config", {})
     return "HIGHEST" in precision.get("operand_precision", ())
 

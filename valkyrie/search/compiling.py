@@ -59,6 +59,7 @@ UNLIKELY = (
 )
 """Reason to stop if layouts are left."""
 ALL_COMPILED = "every layout that may fit was compiled"
+"""Reason to stop if none is left."""
 
 
 class StopCause(Enum):
@@ -261,9 +262,7 @@ def compile_best(
         rival = _find_batch_rival(request, compiled_layouts, find_batches)
         layout = _pick_next(request, possible, compiled_layouts, find_baseline_layouts, left_s(), rival)
         if layout is None:
-            compiled_layouts.stop(
-                StopCause.finished, UNLIKELY if possible else "every layout that may fit was compiled"
-            )
+            compiled_layouts.stop(StopCause.finished, UNLIKELY if possible else ALL_COMPILED)
         elif exceeds_budget(median(durations_s or [0.0])):
             limit = _describe_budget(request, compiled_layouts)
             compiled_layouts.stop(StopCause.budget, f"another compile would exceed {limit}")

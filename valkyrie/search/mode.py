@@ -296,6 +296,8 @@ def _compile(
                 *(progress.print_result, progress.show_wait, find_batches),
             )
     except KeyboardInterrupt:
+        if compiled_layouts.stop_cause is None:
+            compiled_layouts.stop(StopCause.interrupt, "Ctrl-C or a signal")
         kind = "best so far" if compiled_layouts.best(request) else "best by estimate, none compiled"
         reason = f": {compiled_layouts.stop_reason}" if compiled_layouts.stop_reason else ""
         console.print(f"interrupted{reason}; the {kind}:", style="yellow", soft_wrap=True)

@@ -75,6 +75,8 @@ def _refuse_other_platform(dump: DumpedModule, target: Slice, path: Path) -> Non
             f"{path} was compiled for {get_platform(dump.platform).plural_name}, but {target.describe()} has "
             f"{platform.plural_name}. Use the slice that it was compiled for."
         )
+    if platform.name == "gpu" and target.slices > 1:
+        raise ValueError(f"{target.describe()}: GPUs have no slices. Use a target with all of them, and no --slices.")
     if missing := platform.missing_figures_message(chip, hosts=target.hosts * target.slices):
         raise ValueError(missing)
 
@@ -84,9 +86,11 @@ def _check_chip(dump: DumpedModule, target: Slice, path: Path) -> str:
     chip = target.chip
     assert chip is not None
     if dump.capability and chip.gpu and dump.capability != (capability := chip.gpu.capability.removesuffix("a")):
+        is_amd = dump.capability.startswith("gfx")
+        described = dump.capability if is_amd else f"compute capability {dump.capability}"
         raise ValueError(
-            f"{path} was compiled for GPUs of compute capability {dump.capability}, as its name says, but {chip.name} "
-            f"has {capability}. Use the slice that it was compiled for."
+            f"{path} was compiled for GPUs of {described}, as its name says, but {chip.name} has compute "
+            f"capability {capability}. Use the slice that it was compiled for."
         )
     peak_tflops, clock_ghz = chip.peak_tflops.get("bfloat16", 0.0), chip.clock_ghz or math.inf  # unknown for GPUs
     flops_per_cycle = peak_tflops * 1e3 / clock_ghz / chip.devices
