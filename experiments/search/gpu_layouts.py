@@ -6,8 +6,7 @@
 
 measured_gpu_layouts.csv has the layouts of two Llamas that nanotron ran on 8 to 512 H100s, mesh shapes of Alpa on
 V100s, FSDP runs of llm-foundry, and their sources. Nothing is fitted to these rows. The constants are those of H100 and
-A100 in `conf/target/chip`, except for those that follow from how the programs work (`NANOTRON_CONSTANTS`,
-`ALPA_CONSTANTS`).
+A100 in `conf/target/chip`, except for those chosen by what the programs do (`NANOTRON_CONSTANTS`, `ALPA_CONSTANTS`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from valkyrie.train.memory import MemoryEstimator
 
 ROWS_FILE = Path(__file__).with_name("measured_gpu_layouts.csv")
 NANOTRON_CONSTANTS = {"hidden_gradients": 0.9, "hidden_updates": 0.0}
-"""Constants that follow from nanotron's code.
+"""Constants chosen by nanotron's code, and an assumed share of hidden time.
 
 PyTorch's DistributedDataParallel sums gradients in buckets during the last backward pass. ZeRO-1 gathers all parameters
 after the optimizer's step, when nothing else runs (huggingface/nanotron@069c21c src/nanotron/optim/zero.py).
@@ -44,7 +43,7 @@ after the optimizer's step, when nothing else runs (huggingface/nanotron@069c21c
 ALPA_CONSTANTS = {"mixing": 0.5, "scores_passes": 5.4, "hidden_weights": 0.0, "hidden_updates": 0.0}
 """Constants that follow from Alpa's program.
 
-Its attention has no kernel, like that of the A100 runs to which `gpus.py` fits the first two constants. In 2021, XLA's
+Its attention has no kernel, like that of the A100 runs of `gpus.py`, whose constants the first two are. In 2021, XLA's
 collectives on GPUs were not asynchronous.
 """
 CUBE_MESH_LINK_RATE = 25e9
