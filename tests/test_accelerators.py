@@ -37,7 +37,7 @@ from valkyrie.train.run_memory import estimated_memory
 pytestmark = pytest.mark.timeout(600)
 
 MESHES = {1: "1x1x1", 2: "2x1x1", 4: "2x2x1", 8: "2x2x2"}
-"""Mesh by the number of devices of the host. A program on TPUs must use all of them."""
+"""Mesh by the number of devices of the host."""
 STEP_RATIO, PEAK_RATIO, ESTIMATE_RATIO = 2.0, 1.1, 1.4
 """Largest ratios of measured to predicted values, and the reverse.
 
@@ -229,6 +229,8 @@ def test_measured_time_and_memory_are_near_those_predicted(partition: str, docum
     assert measured.loss is not None and np.isfinite(measured.loss)
     assert isinstance(predicted, Prediction) and predicted.step and measured.step
     assert predicted.memory and measured.memory and predicted.memory.peak and measured.memory.peak
+    reported_peak = measured.memory.reported_peak  # by the device since the process began, so only a lower bound holds
+    assert reported_peak and reported_peak > 0.5 * predicted.memory.peak
     ratios = {
         "step": measured.step.step_s / predicted.step.step_s,
         "peak": measured.memory.peak / predicted.memory.peak,

@@ -102,15 +102,17 @@ def measured_layouts(tmp_path: Path, *groups: str) -> Path:
 def test_choices_among_measured_layouts_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows_file = measured_layouts(tmp_path, "nanotron_1.34B_8", "alpa_8")
+    rows_file = measured_layouts(tmp_path, "nanotron_1.34B_8", "nanotron_1.34B_256", "alpa_8")
     monkeypatch.setattr(sys, "argv", ["gpu_layouts.py", "--rows", str(rows_file)])
     gpu_layouts.main()
     lines = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines()]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
     # Two of the 32 rows have other batches. The estimate chooses the fastest layout.
     assert cells["nanotron_1.34B_8"][:4] == ["30", "40,149", "1.00", "1.00"]
+    # With H100's constants instead of nanotron's, 0.48 and 0.59; with plain bfloat16, 0.66 and 0.80.
+    assert cells["nanotron_1.34B_256"][:4] == ["93", "23,772", "0.80", "0.80"]
     assert "Alpa's pairs of layouts with the same model and GPUs: 6 of 6 in order" in cells
-    assert cells["nanotron"][:5] == ["32", "0", "0", "0", "32 of 32 (100%)"]
+    assert int(cells["nanotron"][0]) == 128 and cells["nanotron"][1:4] == ["0", "0", "0"]
 
 
 def test_stages_of_separate_programs_store_as_many_microbatches_as_there_are_stages(tmp_path: Path) -> None:

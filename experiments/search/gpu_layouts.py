@@ -151,7 +151,10 @@ def make_choice_table(groups: dict[str, list[Layout]]) -> Table:
         table.add_column(name, justify="left" if name == "group" else "right")
     results: list[tuple[int, list[float]]] = []
     for group, layouts in groups.items():
-        same_batch = [layout for layout in layouts if layout.line["gbs_seqs"] == _common_batch(layouts)]
+        timed = [layout for layout in layouts if layout.step_s > 0]
+        same_batch = [layout for layout in timed if layout.line["gbs_seqs"] == _common_batch(timed)]
+        if not same_batch:
+            continue
         line, fastest_s = same_batch[0].line, min(layout.step_s for layout in same_batch)
         chips, tokens = int(line["chips"]), int(line["gbs_seqs"]) * int(line["seq_len"])
         values = compare_choices(same_batch)
