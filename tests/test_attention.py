@@ -212,7 +212,7 @@ def test_sinks_over_a_sharded_sequence_and_sharded_heads_equal_those_of_one_devi
 
     (_, out), grads = f(q, k, v, tokens, SINKS)
     ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
-    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, window=window, ids=ids, sinks=SINKS)
+    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, window=window, ids=ids, sinks=jnp.asarray(SINKS))
     assert_close(ours, expected, atol=3e-5)
 
 
@@ -242,18 +242,18 @@ def test_attention_within_chunks_equals_that_of_segments(chunk_length):
     chunks_of_documents = np.asarray(documents) * 40 + (np.arange(40) - starts) // chunk_length
     chunks = np.broadcast_to(np.arange(40) // chunk_length, (2, 40))
     for ids, expected_ids in ((documents, chunks_of_documents), (None, chunks)):
-        options = {"window": None, "ids": jnp.asarray(expected_ids), "sinks": SINKS}
+        options = {"window": None, "ids": jnp.asarray(expected_ids), "sinks": jnp.asarray(SINKS)}
         expected = run_attention(AttentionImpl.dense, q, k, v, None, **options)
         for axis_names in ((), ("s",)):
             assert_close(run(ids, axis_names), expected)
 
     def step(cache, x):
-        out, cache = attention_step(*x, cache, sinks=SINKS, is_chunked=True)
+        out, cache = attention_step(*x, cache, sinks=jnp.asarray(SINKS), is_chunked=True)
         return cache, out
 
     inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v))
     _, rows = jax.lax.scan(step, init_cache(2, 2, 8, window=chunk_length, max_len=40), inputs)
-    parallel = attention_within_chunks(q, k, v, chunk_length=chunk_length, sinks=SINKS)
+    parallel = attention_within_chunks(q, k, v, chunk_length=chunk_length, sinks=jnp.asarray(SINKS))
     np.testing.assert_allclose(jnp.moveaxis(rows, 0, 1), parallel, atol=2e-6)
 
 
@@ -499,14 +499,19 @@ def test_streaming_attention_equals_parallel_attention(dilation, global_count, w
             positions, jnp.ones(positions.shape, bool), q_global[:, :global_count], k_global, v_global
         )
     parallel = attention(
-        q, k, v, window=window, dilation=dilation, global_tokens=tokens, sinks=SINKS, impl=AttentionImpl.dense
+        *(q, k, v),
+        window=window,
+        dilation=dilation,
+        global_tokens=tokens,
+        sinks=jnp.asarray(SINKS),
+        impl=AttentionImpl.dense,
     )
     cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=global_count)
 
     def step(cache, x):
         q, k, v, *global_kv = x
         global_step = GlobalStep(*global_kv) if global_count else None
-        out, cache = attention_step(q, k, v, cache, global_step=global_step, sinks=SINKS)
+        out, cache = attention_step(q, k, v, cache, global_step=global_step, sinks=jnp.asarray(SINKS))
         return cache, out
 
     inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, q_global, k_global, v_global)]
