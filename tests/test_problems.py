@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, str | None, Any]] = {
     "mesh=4x4x2 target=v4-32 batch=64": ("device_count", "mesh", "4x4x2"),
     "mesh=2x2x1 target=v3-8": ("device_count", "mesh", "2x2x1"),
     "mesh=2x2x1 target=cpu8": ("device_count", "mesh", "2x2x1"),
-    "mesh=1x1x16 target=h100-16 target.slices=2": ("device_count", "mesh", "1x1x16"),
+    "mesh=1x1x16 target=h100-16 target.slices=2": ("conflict", "target.slices", 2),
     "mesh=2s4x4x2 target=v4-64 batch=64": ("device_count", "mesh", "2s4x4x2"),
     "mesh=4x4x4 target=v4-64 target.slices=2 batch=64": ("slice_count", "target.slices", 2),
     "mesh=2s4x4x2 target=v4-128 batch=64": ("slice_count", "mesh", "2s4x4x2"),

@@ -37,8 +37,8 @@ _ROOT_PATTERN = re.compile(r"^\s*ROOT\b", re.MULTILINE)
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _GPU_CONFIGS = (b'"operation_queue_id"', b'"fusion_backend_config"')
 """Keys of XLA:GPU's settings of an operation. Every operation on a queue of a GPU has the first of them."""
-_CAPABILITY_PATTERN = re.compile(r"(?:^|\.)(?:sm_(\d+\.\d+)[a-z]?|(gfx\w+?))_gpu_")
-"""Matches the compute capability, or AMD's name, in names of dumps for GPUs: `m.sm_9.0_gpu_after_optimizations.txt`."""
+_GPU_NAME_PATTERN = re.compile(r"(?:^|\.)(sm_\d+\.\d+|gfx\w+?)[a-z]?_gpu_")
+"""Matches XLA's name of the GPU in names of dumps, such as `m.jit_step.sm_9.0_gpu_after_optimizations.txt`."""
 _CMEM_SPACE = 3
 """ID of the memory space CMEM, which only v4 chips have."""
 _LARGE_PRODUCT_FLOPS = 1e9
@@ -52,8 +52,8 @@ class DumpedModule:
     Args:
         module: The parsed module.
         platform: Name of the platform that the module was compiled for, `tpu` or `gpu`.
-        capability: Compute capability of the GPU in the name of the file, such as `9.0`, or AMD's name
-            for it, such as `gfx950`. None if it has neither.
+        gpu_name: XLA's name of the GPU in the name of the file, such as `sm_9.0` (compute capability 9.0) or `gfx950`
+            (AMD), or None if it has none.
         device_count: Number of devices that the module was compiled for, or None if unknown.
         memory: Memory of the program, or None if unknown.
         argument_bytes: Bytes of the arguments in HBM on one device, including padding.
@@ -61,7 +61,7 @@ class DumpedModule:
 
     module: Module
     platform: str
-    capability: str | None
+    gpu_name: str | None
     device_count: int | None
     memory: ProgramMemory | None
     argument_bytes: int
@@ -89,10 +89,9 @@ def read_dumped_module(path: Path) -> DumpedModule:
         module, devices, memory = _read_text(path, text.decode(errors="replace"))
     else:
         module, devices, memory = _read_proto(path, content)
-    platform, named = _find_platform(path, module), _CAPABILITY_PATTERN.search(path.name)
-    capability = named and (named[1] or named[2])
+    platform, gpu_name = _find_platform(path, module), _GPU_NAME_PATTERN.search(path.name)
     argument_bytes = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _is_in_hbm(p))
-    return DumpedModule(module, platform, capability, devices, memory, argument_bytes)
+    return DumpedModule(module, platform, gpu_name and gpu_name[1], devices, memory, argument_bytes)
 
 
 def refuse_other_chip(module: Module, chip: str, has_megacore: bool, flops_per_cycle: float, name: str) -> None:

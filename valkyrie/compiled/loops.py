@@ -176,23 +176,24 @@ def _find_element(tuple_value: Instruction, index: int) -> Instruction | None:
 
 
 def _is_loop_invariant(loop: Instruction, index: int) -> bool:
-    """Return whether every iteration forwards an element of the carry, if need be through loops in the body."""
+    """Return whether a loop leaves an element of its carry as it is. The element may pass through loops in the body."""
     body = condition_and_body(loop)[1]
     if body.root is None or body.root.opcode != "tuple":
         return False
-    parameter, value = body.parameters[0], body.root.operands[index]
+    value = body.root.operands[index]
     while True:
-        source, element = value.operands[0] if value.operands else None, value.message.tuple_index
-        if source is None:
-            return False
         if value.opcode in _PASS_THROUGH_OPCODES:
-            value = source
-        elif value.opcode != "get-tuple-element" or source.opcode != "while":
-            return value.opcode == "get-tuple-element" and source is parameter and element == index
-        elif source.operands[0].opcode == "tuple" and _is_loop_invariant(source, element):
-            value = source.operands[0].operands[element]
-        else:
+            value = value.operands[0]
+            continue
+        if value.opcode != "get-tuple-element":
             return False
+        source, element = value.operands[0], value.message.tuple_index
+        if source.opcode != "while":
+            return source is body.parameters[0] and element == index
+        initial_carry = source.operands[0]
+        if initial_carry.opcode != "tuple" or not _is_loop_invariant(source, element):
+            return False
+        value = initial_carry.operands[element]
 
 
 def _initial_value(initial_carry: Instruction, index: int) -> int | LoopCounter | None:

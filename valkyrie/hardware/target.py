@@ -238,8 +238,7 @@ class TargetConfig:
         """Return the name, with chips, topology and hosts if known: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
         if self.chips is None or self.chip is None:
             return self.name
-        size = self._size_in_name()
-        shape = f" {self.topology}" if self.topology and size != self.topology else ""
+        shape = f" {self.topology}" if self.topology not in (None, "", self._size_in_name()) else ""
         per_slice = f" in each of {self.slices} slices" if self.slices > 1 else ""
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
         if self.chip.gpu is not None and self.chip.gpu.domain_hosts > 1:
@@ -273,6 +272,9 @@ class TargetConfig:
             return [Problem(ProblemCode.conflict, "target.chips", self.chips, contradiction)]
         if chip is None:
             return [] if self.topology is None else [self._no_torus_problem()]
+        if self.slices > 1 and chip.gpu is not None:
+            text = f"only TPUs have slices. Use target={chip.name}-{self.slices * (self.chips or 1)}."
+            return [Problem(ProblemCode.conflict, "target.slices", self.slices, f"target.slices={self.slices}: {text}")]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
             text = (
                 f"target.slices={self.slices}: the bandwidth between slices of {chip.name} is unknown. Set "
@@ -333,8 +335,7 @@ class TargetConfig:
         if self.chip is None:
             size = self.name.removeprefix("cpu")
             return int(size) if get_platform(self.platform).runs_on_host and size.isdecimal() else None
-        size = self._size_in_name()
-        if size.isdecimal():
+        if (size := self._size_in_name()).isdecimal():
             return int(size) // max(self.chip.units_in_name, 1)
         shape = parse_shape(size)
         return None if shape is None else math.prod(shape)

@@ -275,8 +275,9 @@ def compile_best(
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except (BudgetExceeded, KeyboardInterrupt) as error:
-            _stop_compile(request, layout, time.monotonic() - start, compiled_layouts, error)
-            if isinstance(error, KeyboardInterrupt):
+            cause = StopCause.interrupt if isinstance(error, KeyboardInterrupt) else StopCause.budget
+            _stop_compile(request, layout, time.monotonic() - start, compiled_layouts, cause)
+            if cause is StopCause.interrupt:
                 raise
             return
         variable = get_platform(layout.group.target.platform).flags_variable
@@ -295,14 +296,13 @@ def _stop_compile(
     layout: EstimatedLayout,
     seconds: float,
     compiled_layouts: CompiledLayouts,
-    error: BaseException,
+    cause: StopCause,
 ) -> None:
-    """Record that an interrupt or the end of the budget (`error`) stopped the compile of a layout after `seconds`."""
+    """Record that `cause` (interrupt or budget) stopped the compile of a layout after some seconds."""
     compiled_layouts.stopped_s, compiled_layouts.stopped_target = seconds, layout.group.target
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    by = "Ctrl-C or a signal" if is_interrupt else _describe_budget(request, compiled_layouts)
+    by = "Ctrl-C or a signal" if cause is StopCause.interrupt else _describe_budget(request, compiled_layouts)
     reason = f"the compile of {' '.join(layout.candidate.overrides)} was stopped after {seconds:.0f} s by {by}"
-    compiled_layouts.stop(StopCause.interrupt if is_interrupt else StopCause.budget, reason)
+    compiled_layouts.stop(cause, reason)
 
 
 def add_recorded_layouts(

@@ -299,8 +299,7 @@ def _compile(
         if compiled_layouts.stop_cause is None:
             compiled_layouts.stop(StopCause.interrupt, "Ctrl-C or a signal")
         kind = "best so far" if compiled_layouts.best(request) else "best by estimate, none compiled"
-        reason = f": {compiled_layouts.stop_reason}" if compiled_layouts.stop_reason else ""
-        console.print(f"interrupted{reason}; the {kind}:", style="yellow", soft_wrap=True)
+        console.print(f"interrupted: {compiled_layouts.stop_reason}; the {kind}:", style="yellow", soft_wrap=True)
         return EXIT_INTERRUPTED
     compiled_text = count_text(len(compiled_layouts.layouts), "layout")
     console.print(f"{compiled_text} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)

@@ -173,8 +173,9 @@ class Platform(ABC):
         """Return the message for a flag in `flags_variable` that the compiler refuses in its output, or None."""
         return None
 
-    def refuse_wrong_flags(self) -> None:  # noqa: B027 - not abstract: only libtpu reads a variable
+    def refuse_wrong_flags(self) -> None:
         """Raise ValueError if the compiler refuses a flag in `flags_variable`, which would end this process."""
+        assert self.flags_variable is None, "a platform with such a variable checks it"
 
     @abstractmethod
     def devices_to_compile_for(self, target: TargetConfig, size: int) -> list[Any]:

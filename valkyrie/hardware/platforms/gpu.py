@@ -161,9 +161,7 @@ class Gpu(Platform):
                 f"target={target.describe()} does not name GPUs that XLA can compile for. Use a target such as "
                 "target=h100-8."
             )
-        if problem := self.compiler_install_hint(target) or self.missing_figures_message(
-            chip, hosts=target.hosts * target.slices
-        ):
+        if problem := self.compiler_install_hint(target) or self.missing_figures_message(chip, hosts=target.hosts):
             raise ValueError(problem)
         domains, config = target.hosts // target.domain_hosts, _target_config(chip)
         shape = f"{domains}x{target.domain_hosts}x{target.chips // target.hosts}"

@@ -75,9 +75,7 @@ def _refuse_other_platform(dump: DumpedModule, target: Slice, path: Path) -> Non
             f"{path} was compiled for {get_platform(dump.platform).plural_name}, but {target.describe()} has "
             f"{platform.plural_name}. Use the slice that it was compiled for."
         )
-    if platform.name == "gpu" and target.slices > 1:
-        raise ValueError(f"{target.describe()}: GPUs have no slices. Use a target with all of them, and no --slices.")
-    if missing := platform.missing_figures_message(chip, hosts=target.hosts * target.slices):
+    if missing := platform.missing_figures_message(chip, hosts=target.hosts):
         raise ValueError(missing)
 
 
@@ -85,12 +83,10 @@ def _check_chip(dump: DumpedModule, target: Slice, path: Path) -> str:
     """Return a note that the module may be for another chip. Raises ValueError if it clearly is."""
     chip = target.chip
     assert chip is not None
-    if dump.capability and chip.gpu and dump.capability != (capability := chip.gpu.capability.removesuffix("a")):
-        is_amd = dump.capability.startswith("gfx")
-        described = dump.capability if is_amd else f"compute capability {dump.capability}"
+    if dump.gpu_name and chip.gpu and dump.gpu_name != (gpu_name := f"sm_{chip.gpu.capability.removesuffix('a')}"):
         raise ValueError(
-            f"{path} was compiled for GPUs of {described}, as its name says, but {chip.name} has compute "
-            f"capability {capability}. Use the slice that it was compiled for."
+            f"{path} was compiled for {dump.gpu_name}, as its name says, but {chip.name} is {gpu_name}. Use the slice "
+            "that it was compiled for."
         )
     peak_tflops, clock_ghz = chip.peak_tflops.get("bfloat16", 0.0), chip.clock_ghz or math.inf  # unknown for GPUs
     flops_per_cycle = peak_tflops * 1e3 / clock_ghz / chip.devices
