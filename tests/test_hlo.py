@@ -144,8 +144,13 @@ def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
     assert trip_counts(parse_module(text)) == [6]
 
 
-@pytest.mark.parametrize(("inner_limit", "counts"), [("n", [6, 6]), ("next", [None, None])])
-def test_a_loop_bound_that_passes_through_an_inner_loop_is_found(inner_limit: str, counts: list[int | None]):
+@pytest.mark.parametrize(
+    ("inner_limit", "inner_result", "counts"),
+    [("n", "n", [6, 6]), ("next", "n", [None, None]), ("n", "i", [None, None])],
+)
+def test_a_loop_bound_that_passes_through_an_inner_loop_is_found(
+    inner_limit: str, inner_result: str, counts: list[int | None]
+):
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", "LT")
     text = text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1")
     head, loop = text.split("body {", 1)
@@ -159,6 +164,7 @@ def test_a_loop_bound_that_passes_through_an_inner_loop_is_found(inner_limit: st
     outer = inner.replace("body {", "outer {").replace("condition {", "until {").replace("  ROOT t =", forwarded)
     outer = outer.replace("tuple(next, n, y)", "tuple(next, kept, y)")
     entry = entry.replace("condition=condition, body=body", "condition=until, body=outer")
+    inner = inner.replace("tuple(next, n, y)", f"tuple(next, {inner_result}, y)")
     assert trip_counts(parse_module(f"{head}{inner}{outer}ENTRY{entry}")) == counts
 
 

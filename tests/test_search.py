@@ -615,6 +615,18 @@ def test_a_compile_that_ctrl_c_stops_is_named_above_the_answer(
     assert any("mode=compile" in line and "542 s" in line for line in answer["certainty"])
 
 
+def test_an_interrupt_between_compiles_is_named_above_the_answer(
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "_pick_next", interrupted)
+    status, answer, _, printed = search("partition=fsdp", "remat=full", "mode.budget=7min")
+    assert status == EXIT_INTERRUPTED and answer["why"] == "Ctrl-C or a signal" and "interrupted: Ctrl-C" in printed
+    assert "no layout was compiled: Ctrl-C or a signal. Finished compiles are kept" in answer["warning"]
+
+
 @pytest.mark.parametrize("target", [pytest.param("v5e-8", marks=pytest.mark.slow), "h100-8"])
 def test_estimates_have_no_interval_if_compiled_steps_have_none(
     target: str, compiler: ScaledCompiler, tmp_path: Path
