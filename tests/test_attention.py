@@ -575,7 +575,7 @@ def test_auto_chooses_by_backend_and_length(backend, seq, attention_request, exp
         ("gpu", make_request(causal=False), r"\bcausal\b"),
         ("gpu", make_request(segments=True), "packed documents"),
         ("gpu", make_request(global_tokens=True), "global tokens"),
-        ("gpu", make_request(head_dim=136), r"\b128\b.*\b136\b"),
+        ("gpu", make_request(head_dim=264), r"\b256\b.*\b264\b"),
         ("gpu", make_request()._replace(has_sinks=True), "sinks"),
     ],
 )
@@ -664,14 +664,17 @@ def test_cudnn_gets_the_starts_and_lengths_of_documents(monkeypatch: pytest.Monk
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("request_", [(64, True, 64), (192, False, 128)])
 def test_a_kernel_with_wrong_results_is_not_used_and_reported(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request_: tuple[int, bool, int]
 ):
+    head_dim, has_segments, value_dim = request_
     monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(cudnn.kernel, "dot_product_attention", lambda q, k, v, **options: v)
     monkeypatch.setattr(cudnn, "get_platform", lambda name: SimpleNamespace(runs_on_host=False))
     cudnn._example_problem.cache_clear()
-    request = AttentionRequest(Pattern(window=None, causal=True), jnp.bfloat16, 64, True, False)
+    pattern = Pattern(window=None, causal=True)
+    request = AttentionRequest(pattern, jnp.bfloat16, head_dim, has_segments, False, value_dim)
     try:
         assert choose_implementation(AttentionImpl.auto, "gpu", 1024, request) is AttentionImpl.chunked
     finally:
@@ -682,15 +685,18 @@ def test_a_kernel_with_wrong_results_is_not_used_and_reported(
 def test_a_chip_that_is_only_lowered_for_answers_instead_of_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: False)
     monkeypatch.setattr(cudnn, "get_platform", lambda name: SimpleNamespace(runs_on_host=False))
-    monkeypatch.setattr(cudnn, "_example_problem", lambda: "the example ran")
+    monkeypatch.setattr(cudnn, "_example_problem", lambda *request: "the example ran")
     gpu, chips = get_platform("gpu"), known_chips()
-    assert "Hopper" in (cudnn.documents_problem() or "")
-    with gpu.lowering_for(chips["h100"]):
-        assert cudnn.documents_problem() is None
-    with gpu.lowering_for(chips["a100"]):
-        assert "Hopper" in (cudnn.documents_problem() or "")
+    assert "Hopper" in (cudnn.hopper_problem(64, 64, True) or "")
+    for request in ((64, 64, True), (256, 256, False), (192, 128, False)):
+        with gpu.lowering_for(chips["h100"]):
+            assert cudnn.hopper_problem(*request) is None
+        with gpu.lowering_for(chips["a100"]):
+            assert "Hopper" in (cudnn.hopper_problem(*request) or "")
     monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: True)
-    assert cudnn.documents_problem() == "the example ran"
+    monkeypatch.setattr(cudnn.kernel, "check_cudnn_version", lambda: 90900)
+    assert "9.10" in (cudnn.hopper_problem(192, 128, False) or "")
+    assert cudnn.hopper_problem(64, 64, True) == "the example ran"
 
 
 @pytest.mark.parametrize(("remat", "forward_runs"), [("minimal", 2), ("minimal_with_context", 1)])

@@ -29,6 +29,7 @@ from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import Machine
 from valkyrie.parallel.axis_links import DCN, pareto_placements
 from valkyrie.parallel.slice import Slice
+from valkyrie.parts import PartKind
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
@@ -155,6 +156,22 @@ def test_a_compiled_step_is_replayed(compiled_gpt: CompiledRun):
     kinds = {use.kind for use in uses}
     assert {"all-gather", "reduce-scatter"} <= kinds and all(use.mesh_axes in ((), ("x",)) for use in uses)
     assert {link for use in uses for link in use.bytes_by_torus_axis} == {NVLINK, DCN}
+
+
+@needs_gpu_compiler
+def test_experts_and_latent_attention_run_as_kernels_with_known_costs():
+    layers = ("model.layers=2", "model.dense_layers=0", "model.attention.value_dim=32")
+    names = ("model=deepseek_tiny", *layers, "target=h100-8", "batch=64", "seq=2048", "precision=bf16_mixed")
+    run = compose_run(*names, "mesh=1x1x8", "partition=fsdp_ep", "mode=compile", "target.routing_imbalance=2")
+    compiled = compile_layout(run, 300)
+    replay, _ = replay_program(run, compiled)
+    assert replay is not None and any("2 times its share" in note for note in replay.notes)
+    assert not any("no cost estimate" in note for note in replay.notes)
+    assert any(part.kind is PartKind.kernel and part.seconds > 0 for part in replay.parts)
+    assert any("sum_groups" in cost.op_name for cost in replay.costs)
+    config = replace(run.config, target=replace(run.config.target, routing_imbalance=1.0))
+    balanced, _ = replay_program(replace(run, config=config), compiled)
+    assert balanced is not None and balanced.flops < replay.flops
 
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)

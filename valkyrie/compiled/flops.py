@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie.axes import ROUTED_SHARE
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
 
-_KERNEL_TARGETS = ("tpu_custom_call", "Mosaic")
+_TRITON_TARGET = "__gpu$xla.gpu.triton"
+_KERNEL_TARGETS = ("tpu_custom_call", "Mosaic", _TRITON_TARGET)
 """Custom calls that run a Pallas kernel."""
 _PRODUCT_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul")
 _ATTENTION_TARGET = "__cudnn$fmha"
@@ -42,7 +44,7 @@ class AttentionSize(NamedTuple):
     Args:
         batch: Batch times query heads.
         queries, keys: Lengths.
-        head_dim: Size of a head.
+        head_dim: Mean of the channels of a key and of a value.
         is_causal: Queries see only earlier keys.
         window: Keys that a query sees, or 0 for all.
         is_backward: Whether it computes gradients.
@@ -51,7 +53,7 @@ class AttentionSize(NamedTuple):
     batch: int
     queries: int
     keys: int
-    head_dim: int
+    head_dim: float
     is_causal: bool
     window: int
     is_backward: bool
@@ -96,11 +98,27 @@ def attention_size(instruction: Instruction) -> AttentionSize | None:
         batch * heads,
         queries,
         keys,
-        instruction.operands[0].shape.dims[-1],
+        (instruction.operands[0].shape.dims[-1] + instruction.operands[2].shape.dims[-1]) / 2,
         "CAUSAL" in config.get("mask_type", ""),
         int(config.get("sliding_window_length", 0)),
         "Backward" in instruction.custom_call_target,
     )
+
+
+def grouped_product_size(instruction: Instruction) -> ProductSize | None:
+    """Return the size of a product of groups of rows by a Triton kernel, or None for other instructions.
+
+    All groups together count as one product, and the sums of each group's outer products as a batch. Rows of no group
+    count too (see `ROUTED_SHARE`).
+    """
+    if instruction.custom_call_target != _TRITON_TARGET or ROUTED_SHARE not in instruction.attributes:
+        return None
+    (rows, k), second = (operand.shape.dims for operand in instruction.operands[-2:])
+    dtype = instruction.operands[-1].shape.dtype
+    if len(second) == 3:
+        return ProductSize(1, rows, second[2], k, dtype)
+    groups = instruction.shape.dims[0]
+    return ProductSize(groups, k, second[1], max(rows // groups, 1), dtype)
 
 
 def product_flops(instruction: Instruction) -> float:

@@ -20,6 +20,10 @@ FALLBACK_CHIP = "h100"
 FULL_FLOAT32_EFFICIENCY = 0.85
 """Share of the peak that products in full float32 (not TF32) reach. Assumed."""
 
+GROUPED_EFFICIENCY = 0.9
+"""Rate of a Triton kernel that multiplies groups of rows, relative to that of cuBLAS for one product of all rows.
+Assumed. With tuned blocks, 0.96: 78% of an H100's peak (marin-community/marin#4297), where cuBLAS reaches 81%."""
+
 CONVOLUTION_EFFICIENCY = 0.5
 """Share of the peak that convolutions reach. Assumed."""
 

@@ -10,13 +10,21 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from valkyrie.compiled.flops import AttentionSize, ProductSize, attention_size, product_flops, product_size
+from valkyrie.compiled.flops import (
+    AttentionSize,
+    ProductSize,
+    attention_size,
+    grouped_product_size,
+    product_flops,
+    product_size,
+)
 from valkyrie.compiled.hbm import hbm_bytes
 from valkyrie.compiled.hlo import HOST, Instruction
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.figures import GpuFigures
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import gpu_assumptions as assumptions
+from valkyrie.machine.kernels import routed_share
 from valkyrie.machine.operations import FREE_OPCODES, OpCost, leaf_instructions
 from valkyrie.parts import PartKind
 
@@ -40,6 +48,7 @@ class GpuOpCostModel:
         self._figures: GpuFigures = chip.gpu
         self._memory_rate = chip.hbm_gbs * 1e9 * assumptions.HBM_EFFICIENCY
         self._host_rate = chip.host_gbs * 1e9
+        self._routing_imbalance = routing_imbalance
         self._cache: dict[Instruction, OpCost] = {}
         self.compute_slowdown = assumptions.COMPUTE_SLOWDOWN
         self.notes: dict[str, None] = {}
@@ -78,6 +87,12 @@ class GpuOpCostModel:
             is_attention = any(isinstance(size, AttentionSize) for size, _ in sizes)
             kind, flops = PartKind.kernel if is_attention else PartKind.matmul, sum(size.flops for size, _ in sizes)
             return OpCost(kind, max(busy_s, memory_s) + assumptions.KERNEL_START_S, flops)
+        if (grouped := grouped_product_size(instruction)) is not None:
+            share, note = routed_share(instruction, self._routing_imbalance)
+            self.notes[note] = None
+            busy_s = share * self._busy_s(grouped, instruction) / assumptions.GROUPED_EFFICIENCY
+            duration_s = max(busy_s, share * memory_s) + assumptions.KERNEL_START_S
+            return OpCost(PartKind.matmul, duration_s, share * grouped.flops)
         if flops := product_flops(instruction):  # convolutions
             peak = self._chip.peak_tflops.get("bfloat16", 1.0) * 1e12 * assumptions.CONVOLUTION_EFFICIENCY
             return OpCost(PartKind.matmul, max(flops / peak, memory_s) + assumptions.KERNEL_START_S, flops)

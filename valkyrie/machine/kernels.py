@@ -48,7 +48,7 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig, routing_imbalance: f
     estimate = config.get("cost_estimate")
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
-        share, note = _routed_share(instruction, routing_imbalance)
+        share, note = routed_share(instruction, routing_imbalance)
         return KernelCost(share * flops, share * (bytes_ or hbm_traffic), note=note)
     splash_kernel = _parse_splash_kernel(instruction)
     if splash_kernel is not None:
@@ -62,7 +62,7 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig, routing_imbalance: f
     )
 
 
-def _routed_share(instruction: Instruction, imbalance: float) -> tuple[float, str]:
+def routed_share(instruction: Instruction, imbalance: float) -> tuple[float, str]:
     """Return the share of its rows that a product of groups of rows multiplies, and a note, empty for other kernels."""
     attributes = instruction.attributes
     if ROUTED_SHARE not in attributes:

@@ -2,8 +2,8 @@
 
 JAX's `ragged_dot` has a kernel only on TPUs, and only for products with the rows (JAX 0.10.2). Elsewhere, and for the
 gradients of the matrices, it multiplies every row by the matrix of every group. TPUs compute these gradients with the
-kernel of megablox instead. Other platforms do so with loops over tiles of rows: like in megablox, a step multiplies the
-rows of one tile that belong to one group.
+kernel of megablox instead, and GPUs run Triton kernels (`grouped_triton.py`). CPUs loop over tiles of rows: like in
+megablox, a step multiplies the rows of one tile that belong to one group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import GROUP_PADDING, ROUTED_SHARE
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import Platform, get_platform
+from valkyrie.ops import grouped_triton
 
 KERNEL_TILE, KERNEL_WIDTH_BYTES = 512, 2048
 """Rows of a tile of the TPU kernel, and the largest width of a tile.
@@ -62,8 +63,10 @@ def multiply_groups(
         backend: JAX platform that will run the product, or None for the default.
         routed_share: Expected share of the rows that are in a group, for predictions of the step time.
     """
-    with _describe(routed_share, len(w) * RAGGED_DOT_TILE / 2 / len(x)):
-        return _row_products(_platform(backend))(x, w, sizes)
+    platform = _platform(backend)
+    tile = _tile_rows(128, len(x), len(w)) if platform.runs_pallas_triton else RAGGED_DOT_TILE
+    with _describe(routed_share, len(w) * tile / 2 / len(x)):
+        return _row_products(platform.name)(x, w, sizes)
 
 
 def multiply_rows_of_groups(
@@ -79,8 +82,12 @@ def multiply_rows_of_groups(
 
     The other arguments are those of `multiply_groups`.
     """
-    with _describe(routed_share, len(sizes) * math.gcd(len(x), KERNEL_TILE) / 2 / len(x)):
-        return _matrix_gradients(_platform(backend), dtype)(x, g, sizes)
+    platform = _platform(backend)
+    tile = (
+        grouped_triton.DEPTH_BYTES // x.dtype.itemsize if platform.runs_pallas_triton else math.gcd(len(x), KERNEL_TILE)
+    )
+    with _describe(routed_share, len(sizes) * tile / 2 / len(x)):
+        return _matrix_gradients(platform.name, dtype)(x, g, sizes)
 
 
 def _describe(routed_share: float, padding: float) -> AbstractContextManager[object]:
@@ -88,17 +95,23 @@ def _describe(routed_share: float, padding: float) -> AbstractContextManager[obj
     return set_xla_metadata(**{ROUTED_SHARE: f"{routed_share:.6g}", GROUP_PADDING: f"{padding:.6g}"})
 
 
-def _platform(backend: str | None) -> str:
-    return jax.default_backend() if backend is None else backend
+def _platform(backend: str | None) -> Platform:
+    return get_platform(jax.default_backend() if backend is None else backend)
 
 
 @cache
-def _row_products(backend: str) -> Callable[..., Array]:
-    if get_platform(backend).runs_pallas_tpu:
+def _row_products(platform: str) -> Callable[..., Array]:
+    if get_platform(platform).runs_pallas_tpu:
         return _map_over_batch(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes))
 
+    def run_kernel(x: Array, w: Array, sizes: Array) -> Array:
+        tile = _tile_rows(128, len(x), len(w))
+        steps = _list_steps(sizes, len(x), tile)
+        x, w, *tiles = (vary_like(array, x, w, sizes) for array in (x, w, *steps[1:5]))
+        return grouped_triton.multiply_tiles(x, w, *tiles, tile)
+
     def multiply(x: Array, w: Array, sizes: Array) -> Array:
-        steps = _list_steps(sizes, len(x), _tile_rows(backend, len(x), len(w)))
+        steps = _list_steps(sizes, len(x), min(len(x), _tile_rows(128, len(x), len(w))))
 
         def update(i: Array, y: Array) -> Array:
             start, (rows, is_in_group) = steps.start[i], steps.slice_rows(i, x)
@@ -107,17 +120,17 @@ def _row_products(backend: str) -> Callable[..., Array]:
             return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(is_in_group, product, old), start, 0)
 
         y = jnp.zeros((len(x), w.shape[2]), x.dtype)
-        return jax.lax.fori_loop(0, _count_steps(steps, backend), update, vary_like(y, x, w, sizes))
+        return jax.lax.fori_loop(0, steps.needed, update, vary_like(y, x, w, sizes))
 
-    return _map_over_batch(multiply)
+    return _map_over_batch(run_kernel if get_platform(platform).runs_pallas_triton else multiply)
 
 
 @cache
-def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
-    runs_kernel = get_platform(backend).runs_pallas_tpu
+def _matrix_gradients(platform: str, dtype: str) -> Callable[..., Array]:
+    runs_pallas_tpu = get_platform(platform).runs_pallas_tpu
 
     def multiply_tiles(x: Array, g: Array, sizes: Array) -> Array:
-        steps = _list_steps(sizes, len(x), _tile_rows(backend, len(x), len(sizes)))
+        steps = _list_steps(sizes, len(x), min(len(x), _tile_rows(512 if runs_pallas_tpu else 128, len(x), len(sizes))))
 
         def add(i: Array, total: Array) -> Array:
             tiles = (steps.slice_rows(i, array) for array in (x, g))
@@ -127,14 +140,20 @@ def _matrix_gradients(backend: str, dtype: str) -> Callable[..., Array]:
             group = steps.group[i]
             return jax.lax.dynamic_update_index_in_dim(total, total[group] + product, group, 0)
 
+        # Predictions need to know the number of steps. On CPUs, a device skips the rows of other devices' experts.
+        count = len(steps.start) if runs_pallas_tpu else steps.needed
         total = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
-        return jax.lax.fori_loop(0, _count_steps(steps, backend), add, vary_like(total, x, g, sizes)).astype(dtype)
+        return jax.lax.fori_loop(0, count, add, vary_like(total, x, g, sizes)).astype(dtype)
 
     def multiply(x: Array, g: Array, sizes: Array) -> Array:
         tiles = kernel_tiles(len(x), x.shape[1], g.shape[1], x.dtype.itemsize, jnp.dtype(dtype).itemsize)
-        if not runs_kernel or tiles[0] < 16:  # a tile of bfloat16 has 16 rows
-            return multiply_tiles(x, g, sizes)
-        return tgmm(x.T, g, sizes, jnp.dtype(dtype), tiles)
+        if runs_pallas_tpu and tiles[0] >= 16:  # a tile of bfloat16 has 16 rows
+            return tgmm(x.T, g, sizes, jnp.dtype(dtype), tiles)
+        if get_platform(platform).runs_pallas_triton:
+            end = jnp.cumsum(sizes)
+            x, g, start, end = (vary_like(array, x, g, sizes) for array in (x, g, end - sizes, end))
+            return grouped_triton.sum_groups(x, g, start, end, dtype)
+        return multiply_tiles(x, g, sizes)
 
     return _map_over_batch(multiply)
 
@@ -194,27 +213,19 @@ def _list_steps(sizes: Int[Array, " groups"], rows: int, tile: int) -> _Steps:
     group = jnp.minimum(jnp.sum(numbers[:, None] >= last_steps, axis=1), len(sizes) - 1)
     tile_start = tile * (starts[group] // tile + numbers - (last_steps - counts)[group])
     first, end = jnp.maximum(starts[group], tile_start), jnp.minimum(ends[group], tile_start + tile)
-    return _Steps(tile, jnp.clip(tile_start, 0, rows - tile), group, first, end, last_steps[-1])
+    return _Steps(tile, jnp.clip(tile_start, 0, max(rows - tile, 0)), group, first, end, last_steps[-1])
 
 
-def _count_steps(steps: _Steps, backend: str) -> int | Array:
-    """Return the number of steps that a loop takes: a fixed number, except on CPUs.
-
-    Other compilers and predictions need to know it. On CPUs, a device skips the rows of other devices' experts.
-    """
-    return steps.needed if get_platform(backend).runs_on_host else len(steps.start)
+def _tile_rows(limit: int, rows: int, groups: int) -> int:
+    """Return the rows of a tile, a power of two: at most `limit`, and about those of a small group."""
+    return min(limit, max(SMALLEST_TILE, 1 << (rows // groups).bit_length() - 1 if rows >= groups else 0))
 
 
-def _tile_rows(backend: str, rows: int, groups: int) -> int:
-    """Return the rows of a tile: at most 128 on a CPU and 512 on other platforms, and about those of a small group."""
-    limit = 128 if get_platform(backend).runs_on_host else 512
-    return min(rows, limit, max(SMALLEST_TILE, 1 << (rows // groups).bit_length() - 1 if rows >= groups else 0))
-
-
-def vary_like(initial: Array, *arrays: Array) -> Array:
-    """Mark an initial value as different on each device over the mesh axes of `arrays`, as in `jax.shard_map`."""
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-    return jax.lax.pcast(initial, tuple(sorted(axes)), to="varying") if axes else initial
+def vary_like(array: Array, *others: Array) -> Array:
+    """Mark an array as different on each device over the mesh axes of the others, as in `jax.shard_map`."""
+    own, *axes = (jax.typeof(x).manual_axis_type.varying for x in (array, *others))
+    new_axes = frozenset[str]().union(*axes) - own
+    return jax.lax.pcast(array, tuple(sorted(new_axes)), to="varying") if new_axes else array
 
 
 def _map_over_batch(f: Callable[..., Array]) -> Callable[..., Array]:

@@ -66,6 +66,7 @@ class Platform(ABC):
         attention: Its attention kernel in `valkyrie.ops.attention`, or None.
         scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
+        runs_pallas_triton: Runs Pallas kernels for Triton.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
         lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
         wide_attention_cost: Time of attention with wide blocks (`Block.uses_wide_blocks`), relative to that of as many
@@ -101,6 +102,7 @@ class Platform(ABC):
     attention: str | None = None
     scan: str | None = None
     runs_pallas_tpu: bool = False
+    runs_pallas_triton: bool = False
     rotates_by_product: bool = False
     lanes: int = 1
     wide_attention_cost: float = 1.0

@@ -58,6 +58,7 @@ class Gpu(Platform):
     memory_setting = _MEMORY_FRACTION
     converts_unlisted_products = False
     replay = "xla_gpu"
+    runs_pallas_triton = True
     replay_note = (
         "replayed times on GPUs are not corrected. 16 published runs of JAX programs took 1.00 to 1.41 times their "
         "replayed time (experiments/README.md)"

@@ -165,11 +165,6 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         return f"cuDNN supports bfloat16 and float16, not {jnp.dtype(request.dtype).name} (set by `precision`)"
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
         return "cuDNN supports windows only for causal attention"
-    if request.has_segments:
-        from valkyrie.ops.attention.cudnn import documents_problem  # imports private modules of JAX
-
-        if problem := documents_problem():
-            return problem
     if request.has_global_tokens:
         return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:
@@ -178,11 +173,13 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         # TODO: JAX returns cuDNN's log-sum-exp, but without its gradient. Sinks need cuDNN's backward pass (private in
         # JAX) with the output and log-sum-exp that include the sinks, as in splash.py. Test it on a GPU, and allow it.
         return "attention sinks are not implemented for cuDNN"
-    if request.value_dim not in (None, request.head_dim):
-        # TODO: cuDNN 9.10 supports this on Hopper and newer GPUs, with up to 256 channels. Test it there, and allow it.
-        return f"values have {request.value_dim} channels, unlike keys ({request.head_dim})"
-    if request.head_dim % 8 or request.head_dim > 128:
-        return f"cuDNN supports multiples of 8 up to 128 as head_dim, not {request.head_dim}"
+    head_dim, value_dim = request.head_dim, request.value_dim or request.head_dim
+    if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > 256:
+        return f"cuDNN supports heads of multiples of 8 up to 256 channels, not {head_dim} (values: {value_dim})"
+    if request.has_segments or head_dim > 128 or head_dim != value_dim:
+        from valkyrie.ops.attention.cudnn import hopper_problem  # imports private modules of JAX
+
+        return hopper_problem(head_dim, value_dim, request.has_segments)
     return None
 
 

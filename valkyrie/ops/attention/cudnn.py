@@ -1,8 +1,9 @@
 """Attention by cuDNN's kernel, on NVIDIA GPUs.
 
 Packed documents (segments) use cuDNN's packed layout, which JAX exposes only in `jax._src.cudnn`. It takes a fixed
-number of documents per row. Batches with more documents in a row use chunks of queries instead. Because this interface
-is private, the first use in a process compares a small example with the definition (`documents_problem`).
+number of documents per row. Batches with more documents in a row use chunks of queries instead. Values of another width
+than keys need this interface, too. Because it is private, and wide heads have not run on every GPU, the first use of
+either in a process compares a small example with the definition (`hopper_problem`).
 """
 
 from __future__ import annotations
@@ -33,35 +34,47 @@ The kernels start blocks for as many documents, each of up to `seq` tokens. With
 they took 28% of a step of gpt_125m (H200).
 """
 
-PACKED_CAPABILITY = "9.0"
-"""Compute capability of Hopper, the first GPUs with a kernel for packed documents."""
+CAPABILITY = "9.0"
+"""Compute capability of Hopper, the first GPUs with kernels for packed documents and for wide heads."""
+
+WIDE_HEADS_VERSION = 91000
+"""First version of cuDNN (9.10) with kernels for values of another width than keys."""
 
 
-def documents_problem() -> str | None:
-    """Return the reason against cuDNN for packed documents, or None if cuDNN can be used.
+def hopper_problem(head_dim: int, value_dim: int, has_segments: bool) -> str | None:
+    """Return the reason against cuDNN for a request that needs Hopper or a newer GPU, or None if cuDNN can be used.
 
-    The GPU is the chip of `Gpu.lowering_for`, or that of this process. The example runs only on the latter.
+    These are packed documents, heads of more than 128 channels, and values of another width than keys. The GPU is the
+    chip of `Gpu.lowering_for`, or that of this process. Only on the latter, a small example is computed first.
     """
+    what = _describe(head_dim, value_dim, has_segments)
     with contextlib.suppress(Exception):  # a private interface may fail in any way: the example reports it
-        if not kernel.check_compute_capability(PACKED_CAPABILITY):
-            return "cuDNN supports packed documents only on Hopper and newer GPUs"
+        if not kernel.check_compute_capability(CAPABILITY):
+            return f"cuDNN supports {what} only on Hopper and newer GPUs"
+        if value_dim != head_dim and kernel.check_cudnn_version() < WIDE_HEADS_VERSION:
+            return f"cuDNN supports {what} from version 9.10 on"
     if is_lowering_for_chip() or get_platform(jax.default_backend()).runs_on_host:
         return None  # a program that is only compiled
-    return _example_problem()
+    return _example_problem(head_dim, value_dim, has_segments)
+
+
+def _describe(head_dim: int, value_dim: int, has_segments: bool) -> str:
+    return "packed documents" if has_segments else f"keys of {head_dim} and values of {value_dim} channels"
 
 
 @cache
-def _example_problem() -> str | None:
+def _example_problem(head_dim: int, value_dim: int, has_segments: bool) -> str | None:
     """Return the reason why an example fails on this process's GPU, or None. Runs it once in a process.
 
     Also prints the reason, because attention without the kernel is much slower.
     """
+    what = _describe(head_dim, value_dim, has_segments)
     try:
         with ThreadPoolExecutor(1) as outside_of_traces:  # this may be called while a step is traced
-            error = outside_of_traces.submit(_example_error).result()
-        problem = None if error < _MAX_ERROR else "cuDNN's results for packed documents are wrong on this GPU"
+            error = outside_of_traces.submit(_example_error, head_dim, value_dim, has_segments).result()
+        problem = None if error < _MAX_ERROR else f"cuDNN's results for {what} are wrong on this GPU"
     except Exception as reason:  # a private interface may fail in any way
-        problem = f"this version of JAX or cuDNN cannot compute packed documents ({type(reason).__name__}: {reason})"
+        problem = f"this version of JAX or cuDNN cannot compute {what} ({type(reason).__name__}: {reason})"
     if problem is not None:
         print(f"note: {problem}. Attention is computed in chunks, which is slower.", file=sys.stderr)
     return problem
@@ -71,16 +84,17 @@ _MAX_ERROR = 0.02
 """Maximum relative error of bfloat16 results. Those of the kernel without documents were off by up to 0.004 (H200)."""
 
 
-def _example_error() -> float:
-    """Return the largest relative error of the kernel's output and gradients for two rows of documents."""
-    rows, seq = 2, 256
-    arrays = np.random.default_rng(0).normal(size=(4, rows, seq, 2, 64))
+def _example_error(head_dim: int, value_dim: int, has_segments: bool) -> float:
+    """Return the largest relative error of the kernel's output and gradients for two rows."""
+    generator, rows, seq = np.random.default_rng(0), 2, 256
+    arrays = (generator.normal(size=(rows, seq, 2, dim)) for dim in (head_dim, head_dim, value_dim, value_dim))
     q, k, v, weights = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
-    segments = jnp.asarray([[0] * 100 + [1] * 27 + [2] * 129, [0] * 50 + [1] * 206], jnp.int32)
+    documents = [[0] * 100 + [1] * 27 + [2] * 129, [0] * 50 + [1] * 206]
+    segments = jnp.asarray(documents, jnp.int32) if has_segments else None
     pattern = Pattern(window=None, causal=True)
 
     def refuse(q: Queries, k: Keys, v: Values) -> Outputs:
-        return jnp.full_like(q, jnp.nan)
+        return jnp.full_like(q @ jnp.ones((head_dim, value_dim), q.dtype), jnp.nan)
 
     def by_cudnn(q: Queries, k: Keys, v: Values) -> Outputs:
         return cudnn_attention(q, k, v, pattern=pattern, segments=segments, fallback=refuse)
@@ -160,6 +174,10 @@ def cudnn_attention(
     """
     window = pattern.window
     if segments is None:
+        if q.shape[-1] != v.shape[-1]:  # not in JAX's public interface
+            mask = kernel.MaskType.CAUSAL if pattern.causal else kernel.MaskType.NO_MASK
+            scale = q.shape[-1] ** -0.5
+            return kernel.dot_product_attention(q, k, v, scale=scale, mask_type=mask, sliding_window_length=window)
         left_right = None if window is None else (window - 1, 0)  # JAX adds the query's own position to the left
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=left_right, implementation="cudnn"

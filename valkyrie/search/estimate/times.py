@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, padding_ratio
-from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.block import SavedActivation
 from valkyrie.parallel.candidates import Candidates
@@ -157,11 +156,9 @@ class StepEstimator:
         return count / self.layouts.count_parts(axis, "used", count)
 
     def _local_rows(self, product: Product) -> np.ndarray:
-        """Return the rows that the busiest device multiplies in a microbatch. Without a kernel, loops multiply all."""
+        """Return the rows that the busiest device multiplies in a microbatch."""
         layouts, rows = self.layouts, self.local_tokens * product.rows_per_token
         most_rows = rows * layouts.row_copies(product.gathered_rows)
-        if product.gathered_rows is not None and not get_platform(self.chip.platform).runs_pallas_tpu:
-            return most_rows
         rows = rows / layouts.axes_size([m for m in layouts.used_axes(product.stack[0]) if m not in layouts.data_axes])
         imbalance = 1.0 if product.gathered_rows is None else self.work.run.config.target.routing_imbalance
         return np.minimum(imbalance * rows, most_rows)
