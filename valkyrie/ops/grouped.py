@@ -107,8 +107,8 @@ def _row_products(platform: str) -> Callable[..., Array]:
     def run_kernel(x: Array, w: Array, sizes: Array) -> Array:
         tile = _tile_rows(128, len(x), len(w))
         steps = _list_steps(sizes, len(x), tile)
-        x, w, *tiles = (vary_like(array, x, w, sizes) for array in (x, w, *steps[1:5]))
-        return grouped_triton.multiply_tiles(x, w, *tiles, tile)
+        arrays = (x, w, steps.start, steps.group, steps.first, steps.end)
+        return grouped_triton.multiply_tiles(*(vary_like(array, x, w, sizes) for array in arrays), tile=tile)
 
     def multiply(x: Array, w: Array, sizes: Array) -> Array:
         steps = _list_steps(sizes, len(x), min(len(x), _tile_rows(128, len(x), len(w))))

@@ -30,8 +30,8 @@ def multiply_tiles(
     group: Int[Array, " steps"],
     first: Int[Array, " steps"],
     end: Int[Array, " steps"],
-    tile: int,
     *,
+    tile: int,
     interpret: bool = False,
 ) -> Float[Array, "rows outputs"]:
     """Multiply rows `first` to `end` of each step's tile by the matrix of its group.

@@ -176,8 +176,8 @@ def cudnn_attention(
     if segments is None:
         if q.shape[-1] != v.shape[-1]:  # not in JAX's public interface
             mask = kernel.MaskType.CAUSAL if pattern.causal else kernel.MaskType.NO_MASK
-            scale = q.shape[-1] ** -0.5
-            return kernel.dot_product_attention(q, k, v, scale=scale, mask_type=mask, sliding_window_length=window)
+            call: Any = kernel.dot_product_attention  # not typed
+            return call(q, k, v, scale=q.shape[-1] ** -0.5, mask_type=mask, sliding_window_length=window)
         left_right = None if window is None else (window - 1, 0)  # JAX adds the query's own position to the left
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=left_right, implementation="cudnn"
