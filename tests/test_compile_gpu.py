@@ -39,7 +39,10 @@ from valkyrie.search.estimate.links import host_axis_links
 GPUS = [chip for chip in known_chips().values() if chip.platform == "gpu"]
 
 
-GPT = ("model=gpt_tiny", "mesh=16x1x1", "partition=fsdp", "target=h100-16", "batch=32", "mode=compile", "seq=256")
+GPT = (
+    "model=gpt_tiny", "mesh=16x1x1", "partition=fsdp", "target=h100-16", "batch=32", "mode=compile", "seq=256",
+    "remat=full",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +175,16 @@ def test_experts_and_latent_attention_run_as_kernels_with_known_costs():
     config = replace(run.config, target=replace(run.config.target, routing_imbalance=1.0))
     balanced, _ = replay_program(replace(run, config=config), compiled)
     assert balanced is not None and balanced.flops < replay.flops
+
+
+@needs_gpu_compiler
+def test_weights_are_gathered_twice_in_bfloat16(compiled_gpt: CompiledRun):
+    _, uses = replay_program(compose_run(*GPT), compiled_gpt)
+    gathered, summed = (
+        sum(use.bytes_sent for use in uses if use.kind == kind) for kind in ("all-gather", "reduce-scatter")
+    )
+    # Gradients are summed once in float32. Gathers for the recomputation in float32 would send 1.5 times as much.
+    assert gathered < 1.1 * summed
 
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)

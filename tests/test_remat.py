@@ -28,10 +28,11 @@ from helpers import (
     small_run,
 )
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.machine.replay import OpTotals
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.remat import RematConfig, load_remat
+from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig, load_remat
 from valkyrie.parts import PartKind
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.hints import layout_hints
@@ -215,3 +216,32 @@ def test_remat_lists_do_not_change_the_steps(model: str, partition: str):
     lists = ("remat=full", "remat.save=[query,up,states]", "remat.offload=[out,read]")
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", *lists)
     assert_same_steps(run_two_steps(run, initial_state(small_overrides(model))), reference_steps(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("moe_tiny", ("mesh=1x1x8", "partition=fsdp")),
+        *(
+            pytest.param(model, layout, marks=pytest.mark.slow)
+            for model, layout in (
+                ("gpt_tiny", ("mesh=2x2x2", "partition=pp_fsdp")),
+                ("gpt_tiny", ("mesh=2x2x2", "partition=2d_tp_fsdp", "microbatches=2")),
+                ("gpt_tiny", ("mesh=2s2x1x2", "partition=fsdp", "microbatches=2", "partition.sum_gradients_per=step")),
+                (
+                    "gpt_tiny",
+                    ("mesh=2s2x1x2", "partition=fsdp", "microbatches=2", "partition.sum_gradients_per=hybrid"),
+                ),
+            )
+        ),
+    ],
+)
+def test_products_that_share_a_gathered_weight_with_their_recomputation_do_not_change_the_steps(
+    model: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    expected = reference_steps(model, "batch=16")
+    monkeypatch.setattr(get_platform("cpu"), "shares_gathers", True)
+    run = small_run(model, *layout, "batch=16", "remat=full")
+    assert make_program(run).shard.shares_gathers
+    assert not make_program(run.changed(remat=SAVE_EVERYTHING)).shard.shares_gathers
+    assert_same_steps(run_two_steps(run, initial_state((*small_overrides(model), "batch=16"))), expected)

@@ -220,6 +220,14 @@ class Shard(Protocol):
         """
         ...
 
+    @property
+    def shares_gathers(self) -> bool:
+        """Whether a product saves its gathered weight for its backward pass, which otherwise gathers it again.
+
+        Never if `remat` would save it between the forward and the backward pass of the step.
+        """
+        ...
+
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Constrain an activation to its sharding under the partition. `axes` has one logical axis per dimension."""
         ...
@@ -309,6 +317,7 @@ class Unsharded:
 
     backend: str | None = None
     sums_head_first: bool = False
+    shares_gathers: bool = False
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` itself."""

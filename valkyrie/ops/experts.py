@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.ops.capacity import count_rows
 from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
-from valkyrie.ops.linear import Numerics, gather_in_float32
+from valkyrie.ops.linear import Numerics, cast_and_gather, gather_in_float32
 from valkyrie.ops.routing import Routing
 
 
@@ -165,8 +165,8 @@ def grouped_linear(
 ) -> Float[Array, "rows outputs"]:
     """Multiply each group of rows by the matrix of its expert, in the compute dtype.
 
-    Like `linear`, gathers the parameter right before its use, forward and again backward, and computes its gradient in
-    the reduction dtype. Rows of no group are undefined.
+    Like `linear`, gathers the parameter right before its use, and computes its gradient in the reduction dtype. Rows of
+    no group are undefined.
 
     Args:
         x: Rows sorted by expert, concatenated over devices (`ROWS`).
@@ -180,7 +180,10 @@ def grouped_linear(
     """
     experts, *matrix_axes = (InUse(axis) for axis in axes)
     inputs, outputs = reversed(matrix_axes) if output_first else matrix_axes
-    backend = shard.backend
+    backend, parameter_dtype = shard.backend, w.dtype
+
+    def gather(w: Array) -> Array:
+        return cast_and_gather(w, numerics.compute, axes, shard)
 
     def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
         summed_axes = shard.activation_mesh_axes(x_axis)
@@ -190,9 +193,8 @@ def grouped_linear(
             y = multiply_groups(x, matrices, sizes[0], backend, routed_share=routed_share)
             return jax.lax.psum(y, summed_axes) if summed_axes else y
 
-        gathered = shard.gather_for_use(w.astype(numerics.compute), *axes)
         in_axes = ((ROWS, x_axis), (experts, *matrix_axes), (ROWS, None))
-        return shard.map(local, in_axes, (ROWS, y_axis), check_vma=True)(x, gathered, sizes)
+        return shard.map(local, in_axes, (ROWS, y_axis), check_vma=True)(x, w, sizes)
 
     def partial_weight_gradient(x: Array, g: Array, sizes: Array) -> Array:
         def local(x: Array, g: Array, sizes: Array) -> Array:
@@ -205,14 +207,17 @@ def grouped_linear(
 
     @jax.custom_vjp
     def product(x: Array, w: Array, sizes: Array) -> Array:
-        return multiply(x, w, sizes, inputs, outputs, output_first)
+        return multiply(x, gather(w), sizes, inputs, outputs, output_first)
 
     def forward(x: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        return multiply(x, w, sizes, inputs, outputs, output_first), (x, w, sizes)
+        gathered = gather(w)
+        y = multiply(x, gathered, sizes, inputs, outputs, output_first)
+        return y, (x, gathered if shard.shares_gathers else w, sizes)
 
     def backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
         x, w, sizes = residuals
-        dx = multiply(g, w, sizes, outputs, inputs, not output_first)
+        matrices = w if shard.shares_gathers else gather(w)
+        dx = multiply(g, matrices, sizes, outputs, inputs, not output_first)
         dw = shard.compute_gradient(
             # Unlike `jnp.sum`, this does not convert to float32, so devices exchange the reduction dtype.
             lambda parts: jax.lax.reduce(parts, np.zeros((), parts.dtype), jax.lax.add, (0, 1)),
@@ -220,7 +225,7 @@ def grouped_linear(
             *axes,
             reduction_dtype=numerics.reduction,
         )
-        return dx.astype(x.dtype), dw.astype(w.dtype), None
+        return dx.astype(x.dtype), dw.astype(parameter_dtype), None
 
     product.defvjp(forward, backward)
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes), group_sizes)

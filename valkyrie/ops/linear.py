@@ -1,8 +1,8 @@
 """Matrix products with sharded parameters, and lookups in sharded tables.
 
 A parameter is cast and gathered right before its use, forward and again backward. Its gradient is summed in the
-reduction dtype and scattered back. Gathered copies are not saved for the backward pass, so fully sharded parameters
-stay sharded in memory.
+reduction dtype and scattered back. A step does not save gathered copies for its backward pass, so fully sharded
+parameters stay sharded in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import BATCH, SEQ, Axes, Shard
@@ -49,6 +50,15 @@ def gather_in_float32(w: Float[Array, "..."], axes: Axes, shard: Shard) -> Float
     return shard.gather_for_use(shard.shard_for_storage(w, *axes).astype(jnp.float32), *axes)
 
 
+def cast_and_gather(w: Float[Array, "..."], dtype: DTypeLike, axes: Axes, shard: Shard) -> Float[Array, "..."]:
+    """Cast a parameter and gather it for products. `axes` are its logical axes."""
+    cast = w.astype(dtype)
+    if shard.shares_gathers:
+        # Without this constraint, XLA for GPUs gathers before a cast whose result several products use.
+        cast = shard.shard_for_storage(cast, *axes)
+    return shard.gather_for_use(cast, *axes)
+
+
 def linear(
     equation: str,
     x: Float[Array, "..."],
@@ -62,8 +72,9 @@ def linear(
     """Compute the einsum of an activation and a parameter, in the compute dtype.
 
     The parameter, with logical axes `axes`, is cast and then gathered over the mesh axes that split data
-    (`shard.gather_for_use`). The backward pass gathers it again. The parameter's gradient is computed in the reduction
-    dtype and sharded like the stored parameter, which is a reduce-scatter under a fully sharded partition.
+    (`shard.gather_for_use`). The backward pass gathers it again, unless `shard.shares_gathers`. The parameter's
+    gradient is computed in the reduction dtype and sharded like the stored parameter, which is a reduce-scatter under a
+    fully sharded partition.
 
     With `numerics.product`, `narrow_einsum` computes the result and the gradient of `x`, but not the gradient of `w`.
 
@@ -73,31 +84,35 @@ def linear(
     operands, out = equation.split("->")
     x_indices, w_indices = operands.split(",")
 
-    def cast_and_gather(w: Array) -> Array:
-        return shard.gather_for_use(w.astype(numerics.compute), *axes)
+    parameter_dtype = w.dtype
+    shares_gather = shard.shares_gathers and numerics.product is None
+
+    def gather(w: Array) -> Array:
+        return w if numerics.product is not None else cast_and_gather(w, numerics.compute, axes, shard)
 
     def multiply(equation: str, x: Array, w: Array) -> Array:
         if numerics.product is None:
-            return jnp.einsum(equation, x, cast_and_gather(w))
+            return jnp.einsum(equation, x, w)
         return narrow_einsum(equation, x, w, numerics.product, lambda narrow: shard.gather_for_use(narrow, *axes))
 
     @jax.custom_vjp
     def product(x: Array, w: Array) -> Array:
-        return multiply(equation, x, w)
+        return multiply(equation, x, gather(w))
 
     # This repeats the body of `product` instead of calling it, so that remat policies that save products see it.
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-        return multiply(equation, x, w), (x, w)
+        gathered = gather(w)
+        return multiply(equation, x, gathered), (x, gathered if shares_gather else w)
 
     def weight_gradient(x: Array, g: Array) -> Array:
         return jnp.einsum(f"{x_indices},{out}->{w_indices}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
 
     def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = residuals
-        dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
+        dx = multiply(f"{out},{w_indices}->{x_indices}", g, w if shares_gather else gather(w))
         dtype = numerics.reduction
         dw = shard.compute_gradient(weight_gradient, (x, g), *axes, reduction_dtype=dtype, row_axes=row_axes)
-        return dx.astype(x.dtype), dw.astype(w.dtype)
+        return dx.astype(x.dtype), dw.astype(parameter_dtype)
 
     product.defvjp(forward, backward)
     # A slice of a parameter has no sharding. Without this constraint, it would be saved in its gathered form.

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.axes import BATCH, SEQ, Axis, CombinedAxes, LayerFunction, LossHead, apply_head, scan_layers
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.parallel.alternating import run_1f1b
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
 from valkyrie.parallel.pipeline import StageRegion, run_pipeline, save_without_copies
+from valkyrie.parallel.remat import ActivationLocation
 from valkyrie.precision import ACCUMULATOR_DTYPE
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -63,6 +64,16 @@ class MeshShard:
         self._uses_all_to_all = (
             gradient_sum if configured is GradientSum.auto else configured
         ) is GradientSum.all_to_all
+
+    @property
+    def _platform(self) -> Platform:
+        return get_platform(self.backend or jax.default_backend())
+
+    @property
+    def shares_gathers(self) -> bool:
+        """Whether a product saves its gathered weight for its backward pass (see `Shard`)."""
+        saves_unnamed = self.layout.remat.location(None) is not ActivationLocation.nowhere
+        return self._platform.shares_gathers and not saves_unnamed
 
     def sharding(self, dim_axes: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
@@ -217,8 +228,7 @@ class MeshShard:
         )
         if check_vma is None or not self._can_check_vma:
             # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
-            runs_pallas_tpu = get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
-            check_vma = self._can_check_vma and not runs_pallas_tpu
+            check_vma = self._can_check_vma and not self._platform.runs_pallas_tpu
         axes = {axis for axis in self.mesh.axis_names if axis not in _manual_axes(self.mesh)}
         if not axes:  # in a pipeline's stage, `f` runs on each device already
             return f

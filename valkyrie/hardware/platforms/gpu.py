@@ -65,6 +65,7 @@ class Gpu(Platform):
     )
     attention = "cudnn"
     scan = "associative"
+    shares_gathers = True
     example_chip = "h100"
 
     def process_environment(self) -> Mapping[str, str]:
