@@ -318,3 +318,10 @@ def test_only_lines_of_python_files_are_read():
     own_line = summary._read_line(f"{__file__}:1")
     assert own_line is not None and own_line.startswith('"""')
     assert summary._read_line(f"{Path(__file__).with_name('README.md')}:1") is None
+
+
+def test_long_source_lines_end_in_an_ellipsis(tmp_path: Path):
+    file = tmp_path / "step.py"
+    file.write_text(f"  y = x @ w\n{'x' * 61}\n")
+    costs = (OpTotals(PartKind.matmul, (), "dot_general", f"{file}:{n}", 1, 3.0 - n) for n in (1, 2))
+    assert [line.text for line in summary.source_lines(costs)] == ["y = x @ w", "x" * 59 + "…"]

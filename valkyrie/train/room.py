@@ -130,7 +130,7 @@ def judge_target_fit(run: Run, memory: ExpectedMemory[int]) -> MemoryFit | None:
 def _device_name(run: Run) -> str:
     chip = run.config.target.chip
     assert chip is not None
-    return f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
+    return f"each {chip.name} {'chip' if chip.devices == 1 else 'device'}"
 
 
 def judge_fit(

@@ -234,9 +234,9 @@ def describe_interval(interval: StepInterval | None, *, is_program: bool = False
     """
     if interval is None and is_program:
         return (
-            "unknown, because published runs are of Valkyrie's own transformers, and errors for other programs are not "
-            "known. If you time a layout, measured_s={NAME: SECONDS} corrects the others (with layouts= or "
-            "valkyrie.search). mode=calibrate derives intervals from your own runs"
+            "unknown, because published runs were predicted with Valkyrie's own transformers, and errors for other "
+            "programs are not known. If you time a layout, measured_s={NAME: SECONDS} corrects the others (with "
+            "layouts= or valkyrie.search). mode=calibrate derives intervals from your own runs"
         )
     if interval is None and platform is not None and not published_runs_on(platform):
         return (

@@ -123,7 +123,8 @@ def _read_line(location: str) -> str | None:
     file, _, number = location.rpartition(":")
     if not number.isdecimal() or not (file.endswith(".py") or file.startswith("<")):
         return None
-    return linecache.getline(file, int(number)).strip()[:_LINE_LENGTH] or None
+    code = linecache.getline(file, int(number)).strip()
+    return (code if len(code) <= _LINE_LENGTH else code[: _LINE_LENGTH - 1] + "…") or None
 
 
 def model_settings(run: Run) -> dict[str, str]:
@@ -254,7 +255,7 @@ def program_step(
         tokens_per_second=tokens_per_second,
         tokens_per_second_per_chip=tokens_per_second / chips if tokens_per_second else None,
         mfu=model_flops / (replay.step_s * chips * peak * 1e12) if peak and model_flops else None,
-        mfu_denominator=f"{peak:g} TFLOP/s of a {chip.name} chip (bfloat16)" if peak else None,
+        mfu_denominator=f"{peak:g} TFLOP/s per {chip.name} chip (bfloat16)" if peak else None,
         model_flops=model_flops / devices if model_flops else None,
         executed_flops=replay.flops,
         hardware_utilisation=replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,

@@ -139,7 +139,7 @@ def _summarise_steps(run: Run, devices: Devices, step_times_s: list[float], warm
         tokens_per_second=tokens / median,
         tokens_per_second_per_chip=tokens / median / devices.chips,
         mfu=None if peak is None else run.step_flops / median / (devices.chips * peak),
-        mfu_denominator=None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
+        mfu_denominator=None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s per {chip.name} chip",
         first_step_s=step_times_s[0],
     )
 
