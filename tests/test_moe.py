@@ -15,6 +15,7 @@ from helpers import (
     compose_config,
     initial_state,
     leaves_by_name,
+    make_program,
     mark_slow_except,
     randomize_zero_parameters,
     reference_steps,
@@ -357,9 +358,10 @@ EXPERTS_AND_MLP = ("partition.parameters.mlp=[y]", "partition.activations.mlp=[y
 EXPERTS_AND_MLP += ("partition.parameters.embed=[x,z]", "partition.activations.batch=[x,z]")
 EXPERTS_OF_STAGES = ("partition.parameters.experts=[x]", "partition.activations.experts=[x]")
 EXPERTS_OVER_ALL = ("partition.parameters.experts=[z,y]", "partition.activations.experts=[z,y]")
-LAYOUTS = [(dispatch, f"partition={name}") for dispatch in ("dense", "sorted") for name in ("fsdp_ep", "fsdp_tp", "sp")]
+LAYOUTS = [(dispatch, f"partition={name}") for dispatch in ("dense", "sorted") for name in ("fsdp_ep", "ep_tp", "sp")]
 LAYOUTS += [
     ("exchanged", "partition=fsdp_ep"),
+    ("exchanged", "partition=ep_tp"),
     ("exchanged", "partition=fsdp"),
     ("exchanged", "partition=fsdp_ep", "partition.parameters.experts=[y,z]", "partition.activations.experts=[y,z]"),
     ("exchanged", "partition=fsdp_ep", *EXPERTS_AND_MLP),
@@ -406,6 +408,11 @@ BALANCE_SETTINGS = ("model.moe.selection_bias=true", "model.moe.router=sigmoid",
 def selection_biases(steps) -> dict[str, np.ndarray]:
     parameters = leaves_by_name(jax.device_get(steps.state.parameters))
     return {name: value for name, value in parameters.items() if name.endswith("selection_bias")}
+
+
+@pytest.mark.parametrize("partition", ["data_model_fsdp", "2d_tp"])
+def test_a_model_axis_of_one_device_is_allowed(partition):
+    make_program(small_run("moe_tiny", "mesh=2x1x2", f"partition={partition}")).lower_step()
 
 
 @pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))

@@ -186,7 +186,7 @@ def grouped_linear(
         return cast_and_gather(w, numerics.compute, axes, shard)
 
     def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
-        summed_axes = shard.activation_mesh_axes(x_axis)
+        (summed_axes,) = shard.layout.activation_axes([x_axis])  # also those of size 1, which JAX's check counts
 
         def local(x: Array, w: Array, sizes: Array) -> Array:
             matrices = w.swapaxes(1, 2) if transpose else w

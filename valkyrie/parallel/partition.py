@@ -164,14 +164,14 @@ def distinct_partitions(partitions: Iterable[PartitionConfig], model_axes: Colle
     """Return partitions without those that shard a model like an earlier one.
 
     `model_axes` are the logical axes of the model. If partitions differ only in rules for other axes, such as `fsdp`
-    and `fsdp_ep` for a model without experts, the first one is returned.
+    and `fsdp_ep` for a model without experts, the one with the fewest optional rules is returned, or else the first.
     """
 
     def drop_other_axes(rules: dict[str, list[str]]) -> dict[str, list[str]]:
         return {logical: axes for logical, axes in rules.items() if logical.removesuffix("?") in model_axes}
 
     distinct: dict[str, PartitionConfig] = {}
-    for partition in partitions:
+    for partition in sorted(partitions, key=lambda p: sum(axis.endswith("?") for axis in p.parameters)):
         rules = {kind: drop_other_axes(getattr(partition, kind)) for kind in ("parameters", "activations")}
         distinct.setdefault(repr(replace(partition, name="", **rules)), partition)
     return [*distinct.values()]
