@@ -162,6 +162,7 @@ def test_a_compiled_step_is_replayed(compiled_gpt: CompiledRun):
 
 
 @needs_gpu_compiler
+@pytest.mark.timeout(600)
 def test_experts_and_latent_attention_run_as_kernels_with_known_costs():
     layers = ("model.layers=2", "model.dense_layers=0", "model.attention.value_dim=32")
     names = ("model=deepseek_tiny", *layers, "target=h100-8", "batch=64", "seq=2048", "precision=bf16_mixed")
