@@ -16,6 +16,7 @@ from helpers import compose_config, compose_run
 from machines import needs_gpu_compiler
 from valkyrie.compiled.collectives import Collective
 from valkyrie.compiled.flops import AttentionSize, ProductSize
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.figures import GpuFigures
@@ -211,6 +212,26 @@ def test_causal_attention_counts_half_the_pairs_and_a_window_its_keys():
     assert whole._replace(is_backward=True).flops == 2.5 * whole.flops
     model = GpuOpCostModel(known_chips()["h100"])
     assert model._attention_tflops(whole) == pytest.approx(614.2)
+
+
+def test_a_copy_to_the_host_takes_the_time_of_the_updated_part():
+    text = """HloModule m, is_scheduled=true
+update { s = bf16[96,1024,1024]{2,1,0:S(5)} parameter(0)
+  x = bf16[1,1024,1024] parameter(1)
+  i = s32[] parameter(2)
+  ROOT u = bf16[96,1024,1024]{2,1,0:S(5)} dynamic-update-slice(s, x, i, i, i) }
+wrapped { s = bf16[96,1024,1024]{2,1,0:S(5)} parameter(0)
+  x = bf16[1,1024,1024] parameter(1)
+  i = s32[] parameter(2)
+  ROOT f = bf16[96,1024,1024]{2,1,0:S(5)} fusion(s, x, i), kind=kCustom, calls=update }
+ENTRY e { s = bf16[96,1024,1024]{2,1,0:S(5)} parameter(0)
+  x = bf16[1,1024,1024] parameter(1)
+  i = s32[] parameter(2)
+  ROOT c = bf16[96,1024,1024]{2,1,0:S(5)} call(s, x, i), to_apply=wrapped }
+"""
+    chip = known_chips()["h100"]
+    seconds, link = GpuOpCostModel(chip).background_cost(parse_module(text).instructions["c"])
+    assert (seconds, link) == (pytest.approx(2 * 2**20 / (chip.host_gbs * 1e9)), "to host")
 
 
 def test_positions_on_gpus_name_host_and_gpu_and_a_target_is_read_from_json(tmp_path: Path):

@@ -14,6 +14,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCostModel
 from valkyrie.machine.rows import gather_seconds, sort_seconds
+from valkyrie.parts import PartKind
 
 
 def splash_bundles(chip, kind):
@@ -195,6 +196,36 @@ def test_a_product_of_experts_costs_the_rows_routed_to_the_device(attributes, im
     model = OpCostModel(CHIPS["v5e"], imbalance)
     model.cost(kernel)
     assert [*model.notes] == [cost.note] * bool(attributes)
+
+
+NATIVE_PRODUCT = """HloModule m, is_scheduled=true
+repeat { x = bf16[1024,256] parameter(0)
+  ROOT r = bf16[8,1024,256] broadcast(x), dimensions={1,2} }
+sum { a = bf16[] parameter(0)
+  b = bf16[] parameter(1)
+  ROOT s = bf16[] add(a, b) }
+product { w = bf16[8,256,512] parameter(0)
+  x = bf16[1024,256] parameter(1)
+  rows = bf16[8,1024,256] fusion(x), kind=kLoop, calls=repeat
+  y = bf16[8,1024,512] convolution(rows, w), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+  zero = bf16[] constant(0)
+  ROOT z = bf16[1024,512] reduce(y, zero), dimensions={0}, to_apply=sum }
+ENTRY e { x = bf16[1024,256] parameter(0)
+  w = bf16[8,256,512] parameter(1)
+  ROOT f = bf16[1024,512] fusion(w, x), kind=kOutput, calls=product, frontend_attributes={ATTRIBUTES},
+    backend_config={"window_config":{"estimated_cycles":"9000000"}} }
+"""
+"""A `jax.lax.ragged_dot` as compiled for v6e (libtpu 0.0.46): each step of the convolution has a group's rows only."""
+
+
+def test_a_fusion_that_multiplies_groups_takes_the_time_of_its_rows_not_its_cycles():
+    attributes = f'{ROUTED_SHARE}="0.5",{GROUP_PADDING}="0.25"'
+    product = parse_module(NATIVE_PRODUCT.replace("ATTRIBUTES", attributes)).instructions["f"]
+    model, chip = OpCostModel(CHIPS["v6e"]), CHIPS["v6e"]
+    cost = model.cost(product)
+    assert cost.kind is PartKind.matmul and cost.flops == 0.75 * 2 * 1024 * 256 * 512
+    assert cost.flops / (chip.peak_tflops["bfloat16"] * 1e12) < cost.duration_s < 20e-6
+    assert len(model.notes) == 1
 
 
 def test_sorts_gathers_and_sums_of_rows_take_time():

@@ -21,6 +21,8 @@ _KERNEL_TARGETS = ("tpu_custom_call", "Mosaic", _TRITON_TARGET)
 """Custom calls that run a Pallas kernel."""
 _PRODUCT_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul")
 _ATTENTION_TARGET = "__cudnn$fmha"
+_ROW_DTYPES = ("bf16", "f16", "f32")
+"""Dtypes of the factors of a product of groups of rows."""
 
 
 class ProductSize(NamedTuple):
@@ -106,19 +108,24 @@ def attention_size(instruction: Instruction) -> AttentionSize | None:
 
 
 def grouped_product_size(instruction: Instruction) -> ProductSize | None:
-    """Return the size of a product of groups of rows by a Triton kernel, or None for other instructions.
+    """Return the size of a product of groups of rows with a matrix per group, or None for other instructions.
 
-    All groups together count as one product, and the sums of each group's outer products as a batch. Rows of no group
-    count too (see `ROUTED_SHARE`).
+    These are Triton kernels, and fusions into which libtpu 0.0.46 compiles `jax.lax.ragged_dot` for v5e and v6e. All
+    groups together count as one product, and the sums of each group's outer products as a batch. Rows of no group count
+    too (see `ROUTED_SHARE`).
     """
-    if instruction.custom_call_target != _TRITON_TARGET or ROUTED_SHARE not in instruction.attributes:
+    is_fusion = instruction.opcode == "fusion" and product_flops(instruction) > 0
+    if ROUTED_SHARE not in instruction.attributes or not (
+        is_fusion or instruction.custom_call_target == _TRITON_TARGET
+    ):
         return None
-    (rows, k), second = (operand.shape.dims for operand in instruction.operands[-2:])
-    dtype = instruction.operands[-1].shape.dtype
-    if len(second) == 3:
-        return ProductSize(1, rows, second[2], k, dtype)
-    groups = instruction.shape.dims[0]
-    return ProductSize(groups, k, second[1], max(rows // groups, 1), dtype)
+    arrays = [o.shape for o in instruction.operands if o.shape.dtype in _ROW_DTYPES]
+    dtype, result = arrays[0].dtype, instruction.shape.dims
+    matrices = next((array.dims for array in arrays if len(array.dims) == 3), None)
+    if matrices is not None:
+        return ProductSize(1, result[0], result[1], math.prod(matrices[1:]) // result[1], dtype)
+    groups, k, n = result
+    return ProductSize(groups, k, n, max(arrays[0].dims[0] // groups, 1), dtype)
 
 
 def product_flops(instruction: Instruction) -> float:

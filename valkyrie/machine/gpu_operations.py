@@ -70,11 +70,11 @@ class GpuOpCostModel:
                 return target.bytes / self._host_rate, "to host" if target.memory_space == HOST else "from host"
             return 2 * target.bytes / self._memory_rate, "HBM"
         operations = [i for c in instruction.called_computations for i in leaf_instructions(c)]
-        shapes = [(i.shape, i.operands[0].shape if i.operands else i.shape) for i in operations]
-        for target, source in shapes:
-            if HOST in (target.memory_space, source.memory_space):
-                moved_bytes = min(target.bytes, source.bytes)
-                return moved_bytes / self._host_rate, "to host" if target.memory_space == HOST else "from host"
+        for operation in operations:
+            source = operation.operands[0].shape if operation.operands else operation.shape
+            if HOST in (operation.shape.memory_space, source.memory_space):
+                link = "to host" if operation.shape.memory_space == HOST else "from host"
+                return _copied_bytes(operation) / self._host_rate, link
         return sum(self.cost(i).duration_s for i in operations), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
@@ -193,6 +193,14 @@ def _is_full_precision(instruction: Instruction) -> bool:
         return True
     precision = instruction.backend_config.get("gemm_backend_config", {}).get("precision_config", {})
     return "HIGHEST" in precision.get("operand_precision", ())
+
+
+def _copied_bytes(operation: Instruction) -> float:
+    """Return the bytes of an array that is copied, or of the part of it that an operation slices or updates."""
+    root = operation.called_computations[0].root if operation.opcode == "fusion" else operation
+    if root is not None and root.opcode == "dynamic-update-slice":
+        return root.operands[1].shape.bytes
+    return min(array.bytes for array in (operation.shape, *(o.shape for o in operation.operands[:1])))
 
 
 def _traffic_bytes(instruction: Instruction) -> float:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from valkyrie.compiled.flops import product_flops
+from valkyrie.compiled.flops import grouped_product_size, product_flops
 from valkyrie.compiled.hbm import hbm_bytes, is_bandwidth_bound
 from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
-from valkyrie.machine.kernels import kernel_cost
+from valkyrie.machine.kernels import kernel_cost, routed_share
 from valkyrie.machine.rows import add_seconds, gather_seconds, sort_seconds
 from valkyrie.parts import PartKind
 
@@ -117,6 +117,11 @@ class OpCostModel:
             return self._kernel_cost(instruction)
         flops = product_flops(instruction)
         traffic_s = hbm_bytes(instruction) / (self._hbm_rate * assumptions.HBM_EFFICIENCY)
+        if (grouped := grouped_product_size(instruction)) is not None:  # its cycles count every group for every row
+            share, note = routed_share(instruction, self._routing_imbalance)
+            self.notes[note] = None
+            busy_s = grouped.flops / (self._peak_flops * assumptions.KERNEL_EFFICIENCY)
+            return OpCost(PartKind.matmul, share * max(busy_s, traffic_s), share * grouped.flops)
         if instruction.cycles is not None:
             seconds = instruction.cycles / self._clock_hz
             if not flops and is_bandwidth_bound(instruction):
