@@ -14,6 +14,9 @@ import pytest
 
 from helpers import compose_config, compose_run, make_builder, small_run
 from valkyrie.config.run import Run
+from valkyrie.models.feed_forward_layer import square_relu
+from valkyrie.models.layers import plain_rms_norm
+from valkyrie.models.nanochat_attention_layer import norm_and_scale
 from valkyrie.problems import ProblemCode
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
@@ -177,3 +180,26 @@ def test_initial_scales_decrease_over_the_layers():
     scales = np.stack([blocks[f"block_{i}"]["input_scale"] for i in (0, 1)]).T.ravel()
     np.testing.assert_allclose(scales, 0.2 - 0.15 * np.arange(4) / 3, rtol=1e-6)
     assert not np.any(blocks["block_0"]["mixer"]["out"]) and not np.any(blocks["block_1"]["feed_forward"]["down"])
+
+
+def rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 1e-6)
+
+
+FUNCTIONS = {
+    "norm": (lambda x: plain_rms_norm(x, 1e-6), lambda x: x / rms(x)),
+    "query": (lambda x: norm_and_scale(x, 1.2, 1e-6, "query"), lambda x: 1.2 * x / rms(x)),
+    "relu2": (square_relu, lambda x: jnp.square(jax.nn.relu(x))),
+}
+"""Functions with backward passes of their own, and their definitions."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_backward_passes_save_one_array_in_the_compute_dtype_and_have_the_gradients_of_the_definition(name: str):
+    function, definition = FUNCTIONS[name]
+    x, g = jax.random.normal(jax.random.key(0), (2, 2, 3, 64))
+    values, gradients = zip(*(jax.vjp(f, x) for f in (function, definition)), strict=True)
+    np.testing.assert_allclose(*values, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*(gradient(g)[0] for gradient in gradients), rtol=1e-5, atol=1e-5)
+    _, gradient = jax.vjp(function, x.astype(jnp.bfloat16))
+    assert [y.dtype for y in jax.tree.leaves(gradient) if y.size >= x.size] == [jnp.bfloat16]

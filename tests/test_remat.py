@@ -90,6 +90,11 @@ def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat:
     assert forward_output_bytes(run, "tpu") == (expected.device_total, expected.host_total), expected
 
 
+def test_saved_queries_keys_and_values_include_what_norms_and_value_embeddings_need():
+    run = long_run("nanochat_tiny").changed(remat=load_remat("save_qkv_proj"))
+    assert forward_output_bytes(run, "tpu") == (saved_bytes(run).device_total, 0)
+
+
 @pytest.mark.parametrize("model", mark_slow_except(MODELS, ["valkyrie_tiny", "trm_tiny"]))
 def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str):
     run = small_run(model)

@@ -33,7 +33,12 @@ from valkyrie.ops.rotary import rotate
 
 
 class Projections(nnx.Module):
-    """Query, key and value projections. With `qk_norm`, queries and keys are normalised before they are rotated."""
+    """Query, key and value projections. With `qk_norm`, queries and keys are normalised before they are rotated.
+
+    `unnamed` lists the results that do not have a name for `remat` yet.
+    """
+
+    unnamed: tuple[str, ...] = ("query", "key", "value")
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         init_keys, self.numerics = jax.random.split(key, 3), numerics
@@ -169,7 +174,8 @@ class AttentionLayer(nnx.Module):
         q = shard(self.local.queries(x, positions, shard), *query_axes)
         k, v = self._keys_values(x, positions, boundaries.tokens, shard)
         k, v = (shard(y, *key_axes) for y in (k, v))
-        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
+        projected, unnamed = (("query", q), ("key", k), ("value", v)), self.local.unnamed
+        q, k, v = (checkpoint_name(y, name) if name in unnamed else y for name, y in projected)
         inputs: list[Array] = [q, k, v]
         axes: list[CombinedAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:

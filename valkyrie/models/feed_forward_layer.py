@@ -18,13 +18,23 @@ from valkyrie.ops.linear import Numerics, compute_cotangents_once
 _CLAMP, _SLOPE = 7.0, 1.702
 """Bound of the hidden activations, and slope of the sigmoid, of `clamped_swiglu`."""
 
+
+@jax.custom_vjp
+def square_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return relu(x)². The backward pass needs `x`; autodiff would save relu(x) and a mask."""
+    return jnp.square(jax.nn.relu(x))
+
+
+# The forward rule repeats the body, so that remat policies see its operations.
+square_relu.defvjp(lambda x: (jnp.square(jax.nn.relu(x)), x), lambda x, g: (g * (2 * jax.nn.relu(x)),))
+
 NONLINEARITIES = {
     Nonlinearity.swiglu: jax.nn.silu,
     Nonlinearity.clamped_swiglu: lambda x: x * jax.nn.sigmoid(_SLOPE * x),
     Nonlinearity.geglu: jax.nn.gelu,
     Nonlinearity.gelu: jax.nn.gelu,
     Nonlinearity.relu: jax.nn.relu,
-    Nonlinearity.relu2: lambda x: jnp.square(jax.nn.relu(x)),
+    Nonlinearity.relu2: square_relu,
 }
 """Function applied to the gate of a gated feed-forward, or to the hidden activations of a plain one."""
 

@@ -96,9 +96,9 @@ class NanochatAttention(Attention):
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         return [
             *super().saves(context),
-            saved("heads", "head_dim", float32=True),
-            saved("kv_heads", "head_dim", float32=True),
-            saved("kv_heads", "head_dim", count=int(self.has_value_embedding(context))),
+            saved("heads", name="query", float32=True),
+            saved("kv_heads", name="key", float32=True),
+            saved("kv_heads", "head_dim", name="value", count=int(self.has_value_embedding(context))),
         ]
 
 
