@@ -716,6 +716,22 @@ def test_the_kernel_of_cudnn_is_not_run_again_if_its_output_is_saved(
     assert program.count("dot_product_attention_fwd") == forward_runs and "dot_product_attention_bwd" in program
 
 
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_cudnn_takes_a_batch_of_rows_with_values_of_any_width(monkeypatch: pytest.MonkeyPatch, value_dim: int):
+    for name, answer in (("check_cudnn_version", 91200), ("check_compute_capability", True)):
+        monkeypatch.setattr(cudnn.kernel, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cudnn.kernel, "is_cuda_compute_capability_equal", lambda capability: False)
+    q, v = jnp.ones((3, 1, 256, 2, 128), jnp.bfloat16), jnp.ones((3, 1, 256, 2, value_dim), jnp.bfloat16)
+
+    def loss(q, v):
+        pattern = Pattern(window=None, causal=True)
+        out = cudnn.cudnn_attention(q, q, v, pattern=pattern, segments=None, fallback=lambda q, k, v: v)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    gradients = jax.eval_shape(jax.vmap(jax.grad(loss, argnums=(0, 1))), q, v)
+    assert [gradient.shape for gradient in gradients] == [q.shape, v.shape]
+
+
 def test_cudnn_takes_a_batch_of_packed_rows_as_more_rows_and_one_condition(monkeypatch: pytest.MonkeyPatch):
     """`partition.sum_gradients_per=step` computes gradients in a `jax.vmap`, for which JAX's own rule fails."""
     for name, answer in (("check_cudnn_version", 91200), ("check_compute_capability", True)):

@@ -410,9 +410,13 @@ def selection_biases(steps) -> dict[str, np.ndarray]:
     return {name: value for name, value in parameters.items() if name.endswith("selection_bias")}
 
 
-@pytest.mark.parametrize("partition", ["data_model_fsdp", "2d_tp"])
+EXPERTS_OVER_Y = ("partition.parameters.experts=[y]", "partition.activations.experts=[y]")
+
+
+@pytest.mark.parametrize("partition", [("data_model_fsdp",), ("2d_tp",), ("2d_tp", *EXPERTS_OVER_Y)])
 def test_a_model_axis_of_one_device_is_allowed(partition):
-    make_program(small_run("moe_tiny", "mesh=2x1x2", f"partition={partition}")).lower_step()
+    name, *overrides = partition
+    make_program(small_run("moe_tiny", "mesh=2x1x2", f"partition={name}", *overrides)).lower_step()
 
 
 @pytest.mark.parametrize("layout", mark_slow_except(LAYOUTS, QUICK_LAYOUTS), ids=lambda layout: "-".join(layout))

@@ -273,8 +273,11 @@ class Shard(Protocol):
         """
         ...
 
-    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes of size above 1 that shard a logical axis of activations."""
+    def activation_mesh_axes(self, axis: str, *, all_sizes: bool = False) -> tuple[str, ...]:
+        """Return the mesh axes that shard a logical axis of activations, those of size 1 only with `all_sizes`.
+
+        `jax.shard_map` checks sums over all of them.
+        """
         ...
 
     def shard_count(self, axis: str) -> int:
@@ -347,7 +350,7 @@ class Unsharded:
         """Return `f(*operands)`."""
         return f(*operands)
 
-    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
+    def activation_mesh_axes(self, axis: str, *, all_sizes: bool = False) -> tuple[str, ...]:
         """Return no axes, as nothing is sharded."""
         return ()
 

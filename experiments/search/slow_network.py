@@ -34,8 +34,7 @@ from scipy.stats import spearmanr
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES_FILE, MEASURE_FILE
 from valkyrie.hardware.target import ChipConfig, TargetConfig
-from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.paths import read_group
+from valkyrie.parallel.partition import shipped_partitions
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import enumerate_layouts
 from valkyrie.search.measure.figures_file import describe_figures, read_figures
@@ -107,7 +106,7 @@ def estimate_layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
     """
     run = parse_run(["mode=show", *WORK_OVERRIDES, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
-    partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
+    partitions = [p for p in shipped_partitions(run.arrays.axes) if not p.name.startswith("pp")]
     return list(rank(run, enumerate_layouts(run, [target], partitions, (), microbatches=1)))
 
 

@@ -120,12 +120,13 @@ def grouped_product_size(instruction: Instruction) -> ProductSize | None:
     ):
         return None
     arrays = [o.shape for o in instruction.operands if o.shape.dtype in _ROW_DTYPES]
-    dtype, result = arrays[0].dtype, instruction.shape.dims
+    dtype, (*groups, m, n) = arrays[0].dtype, instruction.shape.dims
     matrices = next((array.dims for array in arrays if len(array.dims) == 3), None)
+    if is_fusion and (matrices is None or groups):  # a step of a loop over tiles of rows
+        return None
     if matrices is not None:
-        return ProductSize(1, result[0], result[1], math.prod(matrices[1:]) // result[1], dtype)
-    groups, k, n = result
-    return ProductSize(groups, k, n, max(arrays[0].dims[0] // groups, 1), dtype)
+        return ProductSize(1, m, n, math.prod(matrices[1:]) // n, dtype)
+    return ProductSize(groups[0], m, n, max(arrays[0].dims[0] // groups[0], 1), dtype)
 
 
 def product_flops(instruction: Instruction) -> float:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from valkyrie.axes import ROUTED_SHARE
 from valkyrie.compiled.flops import (
     AttentionSize,
     ProductSize,
@@ -111,7 +112,8 @@ class GpuOpCostModel:
     def _product_tflops(self, size: ProductSize, instruction: Instruction) -> float:
         """Return the achieved TFLOP/s of a product of this size."""
         dtype = "float8_e4m3fn" if size.dtype.startswith("f8") else _TABLE_DTYPES.get(size.dtype, "float32")
-        if dtype == "float32" and _is_full_precision(instruction):
+        is_full_precision = _is_full_precision(instruction) or ROUTED_SHARE in instruction.attributes
+        if dtype == "float32" and is_full_precision:  # products of experts have no `jax.lax.Precision`
             return self._chip.peak_tflops.get("float32", 1.0) * assumptions.FULL_FLOAT32_EFFICIENCY
         figures, factor = self._figures_with("products")
         if dtype not in figures.products:  # the ratio of the peaks

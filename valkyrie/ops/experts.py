@@ -186,7 +186,7 @@ def grouped_linear(
         return cast_and_gather(w, numerics.compute, axes, shard)
 
     def multiply(x: Array, w: Array, sizes: Array, x_axis: InUse, y_axis: InUse, transpose: bool) -> Array:
-        (summed_axes,) = shard.layout.activation_axes([x_axis])  # also those of size 1, which JAX's check counts
+        summed_axes = shard.activation_mesh_axes(x_axis, all_sizes=True)
 
         def local(x: Array, w: Array, sizes: Array) -> Array:
             matrices = w.swapaxes(1, 2) if transpose else w
@@ -273,8 +273,8 @@ def token_expert_axes(shard: Shard) -> tuple[str, ...]:
 
 def other_expert_axes(shard: Shard) -> tuple[str, ...]:
     """Return the mesh axes along which devices have the same tokens and different experts."""
-    token_axes = token_expert_axes(shard)
-    return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS)) if m not in token_axes)
+    token_axes = {m for axis in (BATCH, SEQ) for m in shard.activation_mesh_axes(axis, all_sizes=True)}
+    return tuple(m for m in shard.activation_mesh_axes(InUse(EXPERTS), all_sizes=True) if m not in token_axes)
 
 
 def gather_over(mesh_axes: tuple[str, ...], x: Shaped[Array, "n ..."]) -> Shaped[Array, "gathered ..."]:

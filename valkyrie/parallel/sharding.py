@@ -161,9 +161,10 @@ class MeshShard:
         # Not `shard_for_storage`, which constrains parameters and gradients differently in `BatchShard`.
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored_axes(axes)))
 
-    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
-        return tuple(m for m in self.layout.activation_axes([axis])[0] if self.layout.mesh.axes[m] > 1)
+    def activation_mesh_axes(self, axis: str, *, all_sizes: bool = False) -> tuple[str, ...]:
+        """Return the mesh axes that shard a logical axis of activations, those of size 1 only with `all_sizes`."""
+        axes, sizes = self.layout.activation_axes([axis])[0], self.layout.mesh.axes
+        return tuple(m for m in axes if all_sizes or sizes[m] > 1)
 
     def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""

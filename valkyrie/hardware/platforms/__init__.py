@@ -68,8 +68,8 @@ class Platform(ABC):
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         runs_pallas_triton: Runs Pallas kernels for Triton.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
-        shares_gathers: The recomputation and the backward pass of a product use the same gathered weight, because the
-            compiler gathers a weight before its cast if two products use it.
+        shares_gathers: In recomputed layers, products save their gathered weight for the backward pass. Otherwise XLA
+            gathers weights in float32, because two products use the cast.
         lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
         wide_attention_cost: Time of attention with wide blocks (`Block.uses_wide_blocks`), relative to that of as many
             FLOPs in other blocks.

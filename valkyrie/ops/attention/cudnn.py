@@ -59,7 +59,10 @@ def hopper_problem(head_dim: int, value_dim: int, has_segments: bool) -> str | N
 
 
 def _describe(head_dim: int, value_dim: int, has_segments: bool) -> str:
-    return "packed documents" if has_segments else f"keys of {head_dim} and values of {value_dim} channels"
+    widths = f"keys of {head_dim} and values of {value_dim} channels"
+    if not has_segments:
+        return widths
+    return "packed documents" if head_dim == value_dim else f"packed documents with {widths}"
 
 
 @cache
@@ -122,11 +125,12 @@ _OFFSETS = 6
 
 
 @cache
-def _support_batches_of_documents() -> None:
-    """Let `jax.vmap` batch cuDNN attention with packed documents.
+def _support_batches() -> None:
+    """Let `jax.vmap` batch cuDNN attention with packed documents, and with values of another width than keys.
 
-    JAX's batching rules reshape the lengths of the documents to one number per row, which fails with several documents
-    (jax 0.10.2 to 0.12.0). `partition.sum_gradients_per=step` computes gradients in a `jax.vmap`.
+    JAX's batching rules reshape the lengths of the documents to one number per row, which fails with several documents,
+    and values to the shape of keys (jax 0.10.2 to 0.12.0). `partition.sum_gradients_per=step` computes gradients in a
+    `jax.vmap`.
     """
     for primitive, rule in (
         (kernel._dot_product_attention_fwd_p_wrapper, kernel._dot_product_attention_fwd_batcher),
@@ -138,8 +142,12 @@ def _support_batches_of_documents() -> None:
 def _batch_rows(
     primitive: Any, rule: Callable[..., Any], args: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> Any:
-    """Batching rule of JAX that turns a batch of packed rows into more rows. `rule` batches rows without documents."""
-    if args[_OFFSETS].size == 0:
+    """Batching rule of JAX that turns a batch of rows into more rows.
+
+    `rule` is JAX's own, for rows without documents whose values are as wide as their keys.
+    """
+    _, keys, values = (arg.shape[-1] for arg in args[:3])
+    if args[_OFFSETS].size == 0 and keys == values:
         return rule(args, dims, **params)
     count = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
 
@@ -175,6 +183,7 @@ def cudnn_attention(
     window = pattern.window
     if segments is None:
         if q.shape[-1] != v.shape[-1]:  # not in JAX's public interface
+            _support_batches()
             mask = kernel.MaskType.CAUSAL if pattern.causal else kernel.MaskType.NO_MASK
             call: Any = kernel.dot_product_attention  # not typed
             return call(q, k, v, scale=q.shape[-1] ** -0.5, mask_type=mask, sliding_window_length=window)
@@ -192,7 +201,7 @@ def cudnn_attention(
     # JAX wants the starts of the documents and one more column. -1 marks entries without a document.
     offsets = jnp.pad(jnp.where(jnp.arange(limit) < count, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
 
-    _support_batches_of_documents()
+    _support_batches()
 
     def packed(q: Queries, k: Keys, v: Values) -> Any:
         return kernel.dot_product_attention(
