@@ -92,8 +92,9 @@ class Gpu(Platform):
         GPU cannot time them, so it would not compile the program that is trained. On several GPUs, the other options
         start the collectives of a layer while the previous one is computed. They are those of NVIDIA's recipes
         (NVIDIA/JAX-Toolbox, docs/GPU_performance.md), chosen by compiling and replaying with jaxlib 0.10.2. Their
-        effect was not measured on GPUs. Replayed, llama_8b on 64 H100s takes 1.71 instead of 1.78 s, with 76 instead of
-        148 ms of waiting. On A100s, XLA overlaps nothing without the latency-hiding scheduler.
+        effect was not measured on GPUs. Replayed, llama_8b on 64 H100s took 1.71 instead of 1.78 s, with 76 instead of
+        148 ms of waiting (with weights still gathered in float32). On A100s, XLA overlaps nothing without the
+        latency-hiding scheduler.
 
         Options in `XLA_FLAGS` are left out, because options of a program would override them.
 
