@@ -36,6 +36,7 @@ from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.estimate.links import host_axis_links
+from valkyrie.train.run_memory import estimated_memory
 
 GPUS = [chip for chip in known_chips().values() if chip.platform == "gpu"]
 
@@ -212,6 +213,23 @@ def test_causal_attention_counts_half_the_pairs_and_a_window_its_keys():
     assert whole._replace(is_backward=True).flops == 2.5 * whole.flops
     model = GpuOpCostModel(known_chips()["h100"])
     assert model._attention_tflops(whole) == pytest.approx(614.2)
+
+
+GATHERING_STEPS = {
+    ("model=llama_8b", "target=h100-64", "mesh=64x1x1", "batch=128", "seq=8192", "remat=full"): 16.6,
+    ("model=gpt_1b", "target=h100-16", "mesh=16x1x1", "batch=64", "seq=2048", "remat=full"): 4.2,
+    ("model=olmoe_1b_7b", "target=h100-16", "mesh=16x1x1", "batch=64", "seq=4096", "remat=full"): 16.6,
+    ("model=mixtral_8x7b", "target=h100-64", "mesh=64x1x1", "batch=512", "seq=4096", "remat=save_qkv_proj"): 59.0,
+    ("model=qwen3_235b_a22b", "target=gb200-64", "mesh=64x1x1", "batch=1024", "seq=4096", "remat=offload"): 127.1,
+}
+"""GiB that steps under `fsdp` need as compiled with jaxlib 0.10.2 (experiments/LOG.md, 2026-11-28)."""
+
+
+def test_estimated_memory_counts_gathered_weights_and_gradients_of_two_layers():
+    names = ("partition=fsdp", "model.tokenizer=bytes")
+    estimates = [estimated_memory(compose_run(*step, *names)).total / 2**30 for step in GATHERING_STEPS]
+    ratios = np.array(estimates) / [*GATHERING_STEPS.values()]
+    assert ratios.min() > 0.8 and ratios.max() < 1.2 and abs(np.median(ratios) - 1) < 0.1
 
 
 def test_a_copy_to_the_host_takes_the_time_of_the_updated_part():

@@ -245,8 +245,8 @@ class MemoryEstimator:
         gathered_bytes = gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
         gathered_bytes = gathered_bytes + self._gathered_batch_bytes + self._dispatched_bytes + self._cast_bytes
         platform = get_platform(self.run.config.target.platform)
-        inputs = self._logits_bytes, group_bytes, self._kernel_bytes, recomputed_bytes, gradients, gathered_bytes
-        return platform.activation_bytes(saved_total, unnamed_total, *inputs)
+        inputs = self._logits_bytes, group_bytes, self._kernel_bytes, recomputed_bytes, gradients
+        return platform.activation_bytes(saved_total, unnamed_total, *inputs, gathered_bytes=gathered_bytes)
 
     @cached_property
     def _gathered_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:

@@ -23,6 +23,8 @@ _SKIP_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """Environment variable that makes JAX's plugin start without CUDA's libraries, which compiling does not need."""
 _CUDA_VERSION, _CUDNN_VERSION = (13, 0, 0), (9, 12, 0)
 """Versions that programs are compiled for. XLA chooses cuDNN's attention kernels only from cuDNN 9."""
+_GATHERED_COPIES = 2
+"""Layers whose gathered weights and unreduced gradients are in memory at once: XLA pipelines their collectives."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _PIPELINING: tuple[tuple[tuple[int, int], dict[str, str]], ...] = (
     ((0, 11), {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS}),
@@ -84,6 +86,11 @@ class Gpu(Platform):
     def device_files(self) -> list[Path]:
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""
         return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+
+    def activation_bytes(self, *args: Any, gathered_bytes: Any, **kwargs: Any) -> Any:
+        """See `Platform.activation_bytes`. Adds `_GATHERED_COPIES` times the gathered arrays of a layer."""
+        bytes_ = super().activation_bytes(*args, gathered_bytes=gathered_bytes, **kwargs)
+        return bytes_ + _GATHERED_COPIES * gathered_bytes
 
     def step_options(self, largest_gradient_bytes: int, devices: int) -> dict[str, str]:
         """Return the options for products by cuBLAS, and for communication that overlaps with compute.
