@@ -112,8 +112,8 @@ class GpuOpCostModel:
     def _product_tflops(self, size: ProductSize, instruction: Instruction) -> float:
         """Return the achieved TFLOP/s of a product of this size."""
         dtype = "float8_e4m3fn" if size.dtype.startswith("f8") else _TABLE_DTYPES.get(size.dtype, "float32")
-        is_full_precision = _is_full_precision(instruction) or ROUTED_SHARE in instruction.attributes
-        if dtype == "float32" and is_full_precision:  # products of experts have no `jax.lax.Precision`
+        # Triton kernels for experts have no `jax.lax.Precision`, and compute float32 in full.
+        if dtype == "float32" and (_is_full_precision(instruction) or ROUTED_SHARE in instruction.attributes):
             return self._chip.peak_tflops.get("float32", 1.0) * assumptions.FULL_FLOAT32_EFFICIENCY
         figures, factor = self._figures_with("products")
         if dtype not in figures.products:  # the ratio of the peaks
