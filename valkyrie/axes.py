@@ -224,7 +224,7 @@ class Shard(Protocol):
     def shares_gathers(self) -> bool:
         """Whether a product saves its gathered weight for its backward pass, which otherwise gathers it again.
 
-        Never if `remat` would save it between the forward and the backward pass of the step.
+        False if `remat` would save it from the forward to the backward pass of the whole step.
         """
         ...
 

@@ -42,7 +42,7 @@ def multiply_tiles(
         start: First row of each step's tile.
         group: Group of each step.
         first: First row that each step multiplies.
-        end: End of the rows that each step multiplies. It computes nothing if this is not after `first`.
+        end: One more than the last row that each step multiplies. A step with `end <= first` computes nothing.
         tile: Rows of a tile, a power of two of at least 16.
         interpret: Run the kernel's operations one by one, on any platform.
 
@@ -72,7 +72,8 @@ def multiply_tiles(
             triton.store(block, total.astype(y.dtype), mask=is_multiplied & is_column)
 
     grid = (pl.cdiv(outputs, WIDTH), len(start))  # programs that share rows run one after the other
-    return _call(kernel, grid, (len(x), outputs), x.dtype, interpret)(start, group, first, end, x, w)
+    inputs = (start, group, first, end, x, w)
+    return _call(kernel, grid, (len(x), outputs), x.dtype, "multiply_groups", interpret, *inputs)
 
 
 def sum_groups(
@@ -105,7 +106,7 @@ def sum_groups(
         triton.store(block, total.astype(y.dtype), mask=is_input[:, None] & is_output[None])
 
     grid = (pl.cdiv(outputs, WIDTH), pl.cdiv(inputs, WIDTH), groups)
-    return _call(kernel, grid, (groups, inputs, outputs), dtype, interpret)(start, end, x, g)
+    return _call(kernel, grid, (groups, inputs, outputs), dtype, "sum_groups", interpret, start, end, x, g)
 
 
 def _are_within(first: Any, count: int, start: Any, end: Any) -> Array:
@@ -119,15 +120,11 @@ def _load(array: Any, part: tuple[Any, ...], mask: Array) -> Array:
     return triton.load(array.at[part], mask=mask, other=0.0)
 
 
-def _call(kernel: Any, grid: tuple[int, ...], shape: tuple[int, ...], dtype: Any, interpret: bool) -> Any:
-    """Return a function that runs a kernel. Its result differs between devices like its last argument (`vma`)."""
-
-    def run(*arguments: Array) -> Array:
-        result = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(arguments[-1]).manual_axis_type)
-        name = "multiply_groups" if len(shape) == 2 else "sum_groups"
-        call = pl.pallas_call(
-            kernel, out_shape=result, grid=grid, compiler_params=_PARAMETERS, interpret=interpret, name=name
-        )
-        return call(*arguments)
-
-    return run
+def _call(
+    kernel: Any, grid: tuple[int, ...], result: tuple[int, ...], dtype: Any, name: str, interpret: bool, *inputs: Array
+) -> Array:
+    """Run a kernel that returns an array of shape `result`, which differs between devices like the last input."""
+    shape = jax.ShapeDtypeStruct(result, dtype, manual_axis_type=jax.typeof(inputs[-1]).manual_axis_type)
+    return pl.pallas_call(
+        kernel, out_shape=shape, grid=grid, compiler_params=_PARAMETERS, interpret=interpret, name=name
+    )(*inputs)

@@ -164,7 +164,7 @@ def distinct_partitions(partitions: Iterable[PartitionConfig], model_axes: Colle
     """Return partitions without those that shard a model like an earlier one.
 
     `model_axes` are the logical axes of the model. If partitions differ only in rules for other axes, such as `fsdp`
-    and `fsdp_ep` for a model without experts, the one with the fewest optional rules is returned, or else the first.
+    and `fsdp_ep` for a model without experts, the one with the fewest optional rules is returned.
     """
 
     def drop_other_axes(rules: dict[str, list[str]]) -> dict[str, list[str]]:

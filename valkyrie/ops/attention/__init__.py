@@ -175,7 +175,9 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
         return "attention sinks are not implemented for cuDNN"
     head_dim, value_dim = request.head_dim, request.value_dim or request.head_dim
     if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > 256:
-        return f"cuDNN supports heads of multiples of 8 up to 256 channels, not {head_dim} (values: {value_dim})"
+        return (
+            f"cuDNN needs heads with a multiple of 8 channels, at most 256. These have {head_dim} (values: {value_dim})"
+        )
     if request.has_segments or head_dim > 128 or head_dim != value_dim:
         from valkyrie.ops.attention.cudnn import hopper_problem  # imports private modules of JAX
 

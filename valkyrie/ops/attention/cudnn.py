@@ -44,8 +44,8 @@ WIDE_HEADS_VERSION = 91000
 def hopper_problem(head_dim: int, value_dim: int, has_segments: bool) -> str | None:
     """Return the reason against cuDNN for a request that needs Hopper or a newer GPU, or None if cuDNN can be used.
 
-    These are packed documents, heads of more than 128 channels, and values of another width than keys. The GPU is the
-    chip of `Gpu.lowering_for`, or that of this process. Only on the latter, a small example is computed first.
+    Such requests have packed documents, heads with more than 128 channels, or values of another width than keys. The
+    GPU is the chip of `Gpu.lowering_for`, or this process's own, on which the first call computes a small example.
     """
     what = _describe(head_dim, value_dim, has_segments)
     with contextlib.suppress(Exception):  # a private interface may fail in any way: the example reports it
