@@ -18,7 +18,7 @@ from valkyrie.models.feed_forward_layer import activate
 from valkyrie.models.layers import AuxiliaryValues, Boundaries, add_bias, normal, parameter, project
 from valkyrie.models.moe import Dispatch, LoadSpan, MoE
 from valkyrie.ops.capacity import is_limited
-from valkyrie.ops.exchange import combine_exchanged, dispatch_exchanged, plan_exchange
+from valkyrie.ops.exchange import combine_exchanged, dispatch_exchanged, plan_exchange, weigh_exchanged
 from valkyrie.ops.experts import (
     add_grouped_bias,
     combine_dense,
@@ -27,10 +27,13 @@ from valkyrie.ops.experts import (
     dispatch_mask,
     dispatch_sorted,
     grouped_linear,
+    scale_rows,
     sort_assignments,
     token_expert_axes,
+    weigh_dense,
+    weigh_sorted,
 )
-from valkyrie.ops.limited import combine_limited, dispatch_limited, plan_limited
+from valkyrie.ops.limited import combine_limited, dispatch_limited, plan_limited, weigh_limited
 from valkyrie.ops.linear import FLOAT32, Numerics, gather_in_float32
 from valkyrie.ops.routing import Routing, route
 
@@ -70,11 +73,8 @@ class MoELayer(nnx.Module):
                 top_groups=block.top_groups,
                 group_score=block.group_score,
             )
-        inputs, applied_routing = x, routing
-        if block.scale_inputs:
-            inputs = (x.astype(jnp.float32) * routing.weights).astype(x.dtype)
-            applied_routing = routing._replace(weights=jnp.ones_like(routing.weights))
-        y, dropped = self._apply_experts(inputs, applied_routing, shard)
+        inputs = scale_rows(x, routing.weights[..., 0]) if block.scale_inputs else x
+        y, dropped = self._apply_experts(inputs, routing, shard)
         if block.shared_experts:
             hidden = self._hidden("bse,enm->bsnm", x, "shared_", shard)
             hidden = shard(hidden, "batch", "seq", None, "mlp")
@@ -93,11 +93,15 @@ class MoELayer(nnx.Module):
         rows = shard(dispatch_dense(x, mask), None, "batch", None, "embed")
         rows = shard(rows, "experts", "batch", None, "embed")
         hidden = self._hidden("nbce,nem->nbcm", rows, "", shard)
+        weights = None
+        if not self.block.scale_inputs:
+            weights = shard(weigh_dense(routing.weights, mask), "experts", "batch", None)
+            hidden = scale_rows(hidden, weights)
         hidden = shard(hidden, "experts", "batch", None, "mlp")
-        outputs = self._project("nbcm,nem->nbce", hidden, "down", shard)
+        outputs = self._project("nbcm,nem->nbce", hidden, "down", shard, weights)
         outputs = shard(outputs, "experts", "batch", None, "embed")
         outputs = shard(outputs, None, "batch", None, "embed")
-        y = combine_dense(outputs, mask, routing)
+        y = combine_dense(outputs, mask)
         kept = jnp.sum(mask, axis=(1, 2, 3, 4), dtype=jnp.float32)
         return y, 1 - kept / (x.shape[1] * self.block.top_k)
 
@@ -105,12 +109,14 @@ class MoELayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], routing: Routing, shard: Shard
     ) -> tuple[Float[Array, "batch seq embed"], Float[Array, " batch"]]:
         embed, top_k = InUse("embed"), self.block.top_k
-        rows, kept, dispatch, combine = self._plan_rows(routing, shard)
+        rows, kept, (dispatch, weigh, combine) = self._plan_rows(routing, shard)
         inputs = dispatch(x.astype(self.numerics.compute), rows, top_k, embed, shard)
         # All devices together use one row per assignment that is not dropped.
         routed_share = min(routing.experts.size / inputs.shape[0], 1.0)
 
-        def multiply(x: Float[Array, "rows inputs"], name: str) -> Float[Array, "rows outputs"]:
+        def multiply(
+            x: Float[Array, "rows inputs"], name: str, weights: Float[Array, " rows"] | None = None
+        ) -> Float[Array, "rows outputs"]:
             w, is_down = getattr(self, name), name == "down"
             axes = w.get_metadata()["logical_axes"]
             settings: dict[str, Any] = {"shard": shard, "numerics": self.numerics, "routed_share": routed_share}
@@ -121,41 +127,55 @@ class MoELayer(nnx.Module):
                     return product
                 bias = getattr(self, f"{name}_bias")
                 axes = bias.get_metadata()["logical_axes"]
-                return add_grouped_bias(product, bias[...], rows.group_sizes, axes=axes, shard=shard)
+                return add_grouped_bias(product, bias[...], rows.group_sizes, axes=axes, shard=shard, weights=weights)
 
         hidden = activate(self.block.kind, *(multiply(inputs, name) for name in self.block.matrix_names[:-1]))
-        y = combine(multiply(hidden, "down"), rows, routing.weights, embed, shard)
+        # Weights scale the inputs of `down`, not its outputs, which the backward pass would need for their gradients.
+        weights = None if self.block.scale_inputs else weigh(routing.weights, rows, shard)
+        scaled = hidden if weights is None else scale_rows(hidden, weights)
+        y = combine(multiply(scaled, "down", weights), rows, routing.experts, embed, shard)
         dropped = jnp.zeros(x.shape[0]) if kept is None else 1 - kept / (x.shape[1] * top_k)
         return y, dropped
 
     def _plan_rows(
         self, routing: Routing, shard: Shard
-    ) -> tuple[Any, Float[Array, " batch"] | None, Callable[..., Array], Callable[..., Array]]:
-        """Return the rows of the experts, the kept assignments of each sequence, and functions to fill and add rows.
+    ) -> tuple[Any, Float[Array, " batch"] | None, tuple[Callable[..., Array], ...]]:
+        """Return the rows of the experts, the kept assignments of each sequence, and functions of the rows.
 
-        The second result is None if no assignment can be dropped.
+        The second result is None if no assignment can be dropped. The functions return the tokens of the rows, their
+        router weights, and the sum of the rows of each token.
         """
         block, chosen = self.block, (routing.experts, self.block.experts)
         if block.dispatch is Dispatch.exchanged and token_expert_axes(shard):
-            return *plan_exchange(*chosen, block.capacity_factor, shard), dispatch_exchanged, combine_exchanged
+            functions = dispatch_exchanged, weigh_exchanged, combine_exchanged
+            return *plan_exchange(*chosen, block.capacity_factor, shard), functions
         if is_limited(block.top_k, block.experts, shard.shard_count(InUse(EXPERTS)), block.capacity_factor):
-            return *plan_limited(*chosen, block.capacity_factor, shard), dispatch_limited, combine_limited
-        return sort_assignments(*chosen, shard), None, dispatch_sorted, combine_sorted
+            functions = dispatch_limited, weigh_limited, combine_limited
+            return *plan_limited(*chosen, block.capacity_factor, shard), functions
+        return sort_assignments(*chosen, shard), None, (dispatch_sorted, weigh_sorted, combine_sorted)
 
     def _hidden(self, equation: str, x: Float[Array, "..."], prefix: str, shard: Shard) -> Float[Array, "..."]:
         """Return the hidden activations of experts: products with `up` and `gate`, and the nonlinearity."""
         names = self.block.matrix_names[:-1]
         return activate(self.block.kind, *(self._project(equation, x, prefix + name, shard) for name in names))
 
-    def _project(self, equation: str, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
+    def _project(
+        self,
+        equation: str,
+        x: Float[Array, "..."],
+        name: str,
+        shard: Shard,
+        bias_weights: Float[Array, "experts batch capacity"] | None = None,
+    ) -> Float[Array, "..."]:
         rows = (BATCH, SEQ) if name.startswith("shared_") else (EXPERTS, BATCH)
         weights = getattr(self, name)
         product = project(equation, x, weights, shard=shard, numerics=self.numerics, name=name, row_axes=rows)
         if not self.block.biases or name.startswith("shared_"):
             return product
         bias = getattr(self, f"{name}_bias")
-        bias_f32 = gather_in_float32(bias[...], bias.get_metadata()["logical_axes"], shard)
-        return (product.astype(jnp.float32) + bias_f32[:, None, None]).astype(product.dtype)
+        bias_f32 = gather_in_float32(bias[...], bias.get_metadata()["logical_axes"], shard)[:, None, None]
+        scaled = bias_f32 if bias_weights is None else bias_f32 * bias_weights[..., None]
+        return (product.astype(jnp.float32) + scaled).astype(product.dtype)
 
     def _auxiliary(
         self, logits: Float[Array, "batch seq experts"], routing: Routing, dropped: Float[Array, " batch"]

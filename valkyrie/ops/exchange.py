@@ -21,8 +21,9 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.capacity import count_rows, is_limited, limit_counts, move_dropped_rows, rows_after_dropping
 from valkyrie.ops.experts import (
     ROWS,
-    add_over_experts,
+    add_to_tokens,
     other_expert_axes,
+    permute_numbers,
     permute_rows,
     sum_over_devices,
     take_tokens,
@@ -130,26 +131,46 @@ def dispatch_exchanged(
     return shard.map(dispatch, ((BATCH, SEQ, axis), *_PLAN_AXES), (ROWS, axis), check_vma=True)(x, *rows)
 
 
+def weigh_exchanged(
+    weights: Float[Array, "batch seq top_k"], rows: ExchangedRows, shard: Shard
+) -> Float[Array, " rows"]:
+    """Send router weights like the tokens, and return that of each received row."""
+    axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
+
+    def weigh(weights: Array, *arrays: Array) -> Array:
+        order, _, is_sent, received_order, received_inverse, sizes, _ = arrays
+        transfer = _Transfer(axes, shard.backend, len(order) / (jax.lax.axis_size(other_axes) if other_axes else 1))
+        weights = weights.reshape(-1)
+        if other_axes:
+            weights = jax.lax.pcast(weights, other_axes, to="varying")
+        sent = permute_numbers(jnp.where(is_sent, weights, 0), jnp.argsort(order))
+        received = _exchange(transfer, len(received_order), sent[:, None], sizes[0])
+        return permute_numbers(received[:, 0], received_inverse)
+
+    return shard.map(weigh, ((BATCH, SEQ, None), *_PLAN_AXES), (ROWS,), check_vma=True)(weights, *rows)
+
+
 def combine_exchanged(
     outputs: Float[Array, "rows embed"],
     rows: ExchangedRows,
-    weights: Float[Array, "batch seq top_k"],
+    experts: Int[Array, "batch seq top_k"],
     axis: InUse,
     shard: Shard,
 ) -> Float[Array, "batch seq embed"]:
-    """Send outputs back, and return the weighted sum of those of each token's experts, in the dtype of `outputs`."""
+    """Send outputs back, and return the sum of those of each token's experts, in the dtype of `outputs`."""
     axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
-    def combine(outputs: Array, weights: Array, *arrays: Array) -> Array:
+    def combine(outputs: Array, experts: Array, *arrays: Array) -> Array:
         order, inverse, is_sent, received_order, received_inverse, sizes, _ = arrays
         transfer = _Transfer(axes, shard.backend, len(order) / (jax.lax.axis_size(other_axes) if other_axes else 1))
         received = permute_rows(outputs, received_inverse, received_order)
-        assignments = permute_rows(_exchange(transfer, len(order), received, sizes[0].T), inverse, order)
-        y = add_over_experts(assignments, is_sent, weights.reshape(-1, weights.shape[-1]), other_axes)
-        return y.astype(outputs.dtype).reshape(*weights.shape[:2], -1)
+        returned = _exchange(transfer, len(order), received, sizes[0].T)
+        y = add_to_tokens(returned, order, inverse, is_sent, experts.shape[-1])
+        y = jax.lax.psum(y, other_axes) if other_axes else y
+        return y.astype(outputs.dtype).reshape(*experts.shape[:2], -1)
 
     in_axes = ((ROWS, axis), (BATCH, SEQ, None), *_PLAN_AXES)
-    return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, weights, *rows)
+    return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, experts, *rows)
 
 
 class _Transfer(NamedTuple):

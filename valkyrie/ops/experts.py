@@ -14,7 +14,6 @@ from valkyrie.axes import BATCH, EXPERTS, SEQ, InUse, Shard
 from valkyrie.ops.capacity import count_rows
 from valkyrie.ops.grouped import multiply_groups, multiply_rows_of_groups
 from valkyrie.ops.linear import Numerics, cast_and_gather, gather_in_float32
-from valkyrie.ops.routing import Routing
 
 
 def dispatch_mask(
@@ -37,17 +36,21 @@ def dispatch_dense(
     return jnp.einsum("bsnc,bse->nbce", jnp.any(mask, axis=2).astype(x.dtype), x)
 
 
+def weigh_dense(
+    weights: Float[Array, "batch seq top_k"], mask: Bool[Array, "batch seq top_k experts capacity"]
+) -> Float[Array, "experts batch capacity"]:
+    """Return the router weight of each slot, in float32. It is 0 for empty slots."""
+    return jnp.sum(jnp.where(mask, weights[..., None, None], 0), axis=(1, 2)).swapaxes(0, 1)
+
+
 def combine_dense(
-    outputs: Float[Array, "experts batch capacity embed"],
-    mask: Bool[Array, "batch seq top_k experts capacity"],
-    routing: Routing,
+    outputs: Float[Array, "experts batch capacity embed"], mask: Bool[Array, "batch seq top_k experts capacity"]
 ) -> Float[Array, "batch seq embed"]:
-    """Return the weighted sum of the outputs of each token's experts, in the dtype of `outputs`.
+    """Return the sum of the outputs of each token's experts, in the dtype of `outputs`.
 
     Dropped assignments add nothing.
     """
-    weights = jnp.sum(jnp.where(mask, routing.weights[..., None, None], 0), axis=2)
-    return jnp.einsum("bsnc,nbce->bse", weights.astype(outputs.dtype), outputs)
+    return jnp.einsum("bsnc,nbce->bse", jnp.any(mask, axis=2).astype(outputs.dtype), outputs)
 
 
 class SortedRows(NamedTuple):
@@ -115,41 +118,42 @@ def dispatch_sorted(
     return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, rows.order, rows.inverse, rows.is_local)
 
 
+def weigh_sorted(weights: Float[Array, "batch seq top_k"], rows: SortedRows, shard: Shard) -> Float[Array, " rows"]:
+    """Return the router weight of each row, 0 for those of other devices' experts."""
+    gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
+
+    def weigh(weights: Array, order: Array, inverse: Array, is_local: Array) -> Array:
+        gathered = gather_over(gathered_axes, weights.reshape(-1))
+        if other_axes:
+            gathered = jax.lax.pcast(gathered, other_axes, to="varying")
+        return permute_numbers(jnp.where(is_local, gathered, 0), inverse)[: len(order)]
+
+    in_axes = ((BATCH, SEQ, None), (ROWS,), (ROWS,), (ROWS,))
+    return shard.map(weigh, in_axes, (ROWS,), check_vma=True)(weights, rows.order, rows.inverse, rows.is_local)
+
+
 def combine_sorted(
     outputs: Float[Array, "rows embed"],
     rows: SortedRows,
-    weights: Float[Array, "batch seq top_k"],
+    experts: Int[Array, "batch seq top_k"],
     axis: InUse,
     shard: Shard,
 ) -> Float[Array, "batch seq embed"]:
-    """Return the weighted sum of the outputs of each token's experts, in the dtype of `outputs`.
+    """Return the sum of the outputs of each token's experts, in the dtype of `outputs`.
 
     `axis` is the logical axis of their channels. With expert parallelism, devices add the sums of their group.
     """
     gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
-    def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, weights: Array) -> Array:
-        batch, seq, top_k = weights.shape
-        gathered_weights = gather_over(gathered_axes, weights.reshape(-1, top_k))
-        assignments = permute_rows(outputs, inverse, order)
-        y = add_over_experts(assignments, is_local, gathered_weights, other_axes).astype(outputs.dtype)
+    def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, experts: Array) -> Array:
+        batch, seq, top_k = experts.shape
+        y = add_to_tokens(outputs, order, inverse, is_local, top_k)
+        y = (jax.lax.psum(y, other_axes) if other_axes else y).astype(outputs.dtype)
         return scatter_sums(gathered_axes, y).reshape(batch, seq, -1)
 
     in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS,), (BATCH, SEQ, None))
     combined = shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)
-    return combined(outputs, rows.order, rows.inverse, rows.is_local, weights)
-
-
-def add_over_experts(
-    assignments: Float[Array, "assignments embed"],
-    is_local: Bool[Array, " assignments"],
-    weights: Float[Array, "tokens top_k"],
-    other_axes: tuple[str, ...],
-) -> Float[Array, "tokens embed"]:
-    """Return the weighted sum of a token's outputs that are local, over its experts on all `other_axes`, in float32."""
-    local = jnp.where(is_local[:, None], assignments, 0).reshape(*weights.shape, -1)
-    y = jnp.einsum("tke,tk->te", local, weights, preferred_element_type=jnp.float32)
-    return jax.lax.psum(y, other_axes) if other_axes else y
+    return combined(outputs, rows.order, rows.inverse, rows.is_local, experts)
 
 
 def grouped_linear(
@@ -238,6 +242,7 @@ def add_grouped_bias(
     *,
     axes: tuple[str, str],
     shard: Shard,
+    weights: Float[Array, " rows"] | None = None,
 ) -> Float[Array, "rows channels"]:
     """Add the bias of its expert to each row, in x's dtype. The addition is done in float32.
 
@@ -250,19 +255,23 @@ def add_grouped_bias(
         group_sizes: Number of rows of each expert on each device.
         axes: Logical axes of the parameter.
         shard: Places arrays on the mesh.
+        weights: A factor of the bias for each row, or None for 1.
     """
     experts, channels = (InUse(axis) for axis in axes)
 
-    def add(x: Array, bias: Array, sizes: Array) -> Array:
+    def add(x: Array, bias: Array, sizes: Array, *weights: Array) -> Array:
         ends, rows = jnp.cumsum(sizes[0]), jnp.arange(x.shape[0])[:, None]
         is_in_group = (rows < ends) & (rows >= ends - sizes[0])
         row_bias = jnp.dot(is_in_group.astype(jnp.float32), bias, precision=jax.lax.Precision.HIGHEST)
         row_bias = jnp.where(rows < ends[-1], row_bias, 0)  # other rows, and their gradients, may be NaN
+        for row_weights in weights:
+            row_bias = row_bias * row_weights[:, None]
         return (x.astype(jnp.float32) + row_bias).astype(x.dtype)
 
     bias_f32 = gather_in_float32(bias, axes, shard)
-    in_axes = ((ROWS, channels), (experts, channels), (ROWS, None))
-    return shard.map(add, in_axes, (ROWS, channels), check_vma=True)(x, bias_f32, group_sizes)
+    factors = () if weights is None else (weights,)
+    in_axes = ((ROWS, channels), (experts, channels), (ROWS, None), *((ROWS,) for _ in factors))
+    return shard.map(add, in_axes, (ROWS, channels), check_vma=True)(x, bias_f32, group_sizes, *factors)
 
 
 def token_expert_axes(shard: Shard) -> tuple[str, ...]:
@@ -293,6 +302,11 @@ def sum_over_devices(counts: Float[Array, " batch"], shard: Shard) -> Float[Arra
     return jax.lax.psum(counts, axes) if axes else counts
 
 
+def scale_rows(x: Float[Array, "*rows channels"], weights: Float[Array, "*rows"]) -> Float[Array, "*rows channels"]:
+    """Multiply rows by their router weights in float32, and return them in x's dtype."""
+    return (x.astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def take_tokens(
     tokens: Float[Array, "tokens embed"],
@@ -305,30 +319,63 @@ def take_tokens(
     return tokens[order // top_k]
 
 
-def _take_tokens_forward(
-    tokens: Array, order: Array, inverse: Array, is_local: Array, top_k: int
-) -> tuple[Array, tuple[Array, Array]]:
-    return take_tokens(tokens, order, inverse, is_local, top_k), (inverse, is_local)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def add_to_tokens(
+    rows: Float[Array, "rows embed"],
+    order: Int[Array, " rows"],
+    inverse: Int[Array, " assignments"],
+    is_local: Bool[Array, " assignments"],
+    top_k: int,
+) -> Float[Array, "tokens embed"]:
+    """Return the sum of the rows of each token's local assignments, in float32. The transpose of `take_tokens`."""
+    assignments = jnp.where(is_local[:, None], rows[inverse], 0).reshape(-1, top_k, rows.shape[-1])
+    return jnp.sum(assignments, axis=1, dtype=jnp.float32)
 
 
-def _take_tokens_backward(top_k: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array, None, None, None]:
-    inverse, is_local = residuals
-    assignments = jnp.where(is_local[:, None], g[inverse], 0).reshape(-1, top_k, g.shape[-1])
-    return jnp.sum(assignments, axis=1, dtype=jnp.float32).astype(g.dtype), None, None, None
+def _take_tokens_backward(
+    top_k: int, permutation: tuple[Array, Array, Array], g: Array
+) -> tuple[Array, None, None, None]:
+    return add_to_tokens(g, *permutation, top_k).astype(g.dtype), None, None, None
 
 
-take_tokens.defvjp(_take_tokens_forward, _take_tokens_backward)
+def _add_to_tokens_forward(
+    rows: Array, order: Array, inverse: Array, is_local: Array, top_k: int
+) -> tuple[Array, tuple[Array, Array, Array, Array]]:
+    # The empty array passes the dtype of the rows.
+    return add_to_tokens(rows, order, inverse, is_local, top_k), (order, inverse, is_local, rows[:0])
+
+
+def _add_to_tokens_backward(
+    top_k: int, residuals: tuple[Array, Array, Array, Array], g: Array
+) -> tuple[Array, None, None, None]:
+    *permutation, empty_rows = residuals
+    return take_tokens(g.astype(empty_rows.dtype), *permutation, top_k), None, None, None
+
+
+take_tokens.defvjp(
+    lambda tokens, *permutation: (take_tokens(tokens, *permutation), permutation[:3]), _take_tokens_backward
+)
+add_to_tokens.defvjp(_add_to_tokens_forward, _add_to_tokens_backward)
 
 
 @jax.custom_vjp
 def permute_rows(
     x: Float[Array, "rows embed"], order: Int[Array, " results"], inverse: Int[Array, " rows"]
 ) -> Float[Array, "results embed"]:
-    """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add.
-
-    Results of indices beyond the rows are undefined, and get no gradient.
-    """
+    """Return `x[order]`. Its gradient gathers by the inverse permutation, instead of a scatter-add."""
     return x[order]
 
 
 permute_rows.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, g: (g[inverse], None, None))
+
+
+@jax.custom_vjp
+def permute_numbers(numbers: Float[Array, " n"], positions: Int[Array, " n"]) -> Float[Array, " n"]:
+    """Move each number to its position. A TPU sorts numbers much faster than it gathers them by index."""
+    return jax.lax.sort_key_val(positions, numbers)[1]
+
+
+permute_numbers.defvjp(
+    lambda numbers, positions: (permute_numbers(numbers, positions), positions),
+    lambda positions, g: (permute_numbers(g, jnp.argsort(positions)), None),
+)

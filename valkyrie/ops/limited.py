@@ -18,6 +18,7 @@ from valkyrie.ops.experts import (
     ROWS,
     gather_over,
     other_expert_axes,
+    permute_numbers,
     scatter_sums,
     sum_over_devices,
     token_expert_axes,
@@ -89,33 +90,45 @@ def dispatch_limited(
     return shard.map(take, in_axes, (ROWS, axis), check_vma=True)(x, rows.order, rows.group_sizes)
 
 
+def weigh_limited(weights: Float[Array, "batch seq top_k"], rows: LimitedRows, shard: Shard) -> Float[Array, " rows"]:
+    """Return the router weight of each row. It is 0 for unused ones."""
+    gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
+
+    def weigh(weights: Array, order: Array, permutation: Array, sizes: Array) -> Array:
+        weights = gather_over(gathered_axes, weights.reshape(-1))
+        if other_axes:
+            weights = jax.lax.pcast(weights, other_axes, to="varying")
+        row_weights = permute_numbers(weights, jnp.argsort(permutation))[: len(order)]
+        return jnp.where(jnp.arange(len(order)) < sizes.sum(), row_weights, 0)
+
+    in_axes = ((BATCH, SEQ, None), (ROWS,), (ROWS,), (ROWS, None))
+    return shard.map(weigh, in_axes, (ROWS,), check_vma=True)(weights, *rows)
+
+
 def combine_limited(
     outputs: Float[Array, "rows embed"],
     rows: LimitedRows,
-    weights: Float[Array, "batch seq top_k"],
+    experts: Int[Array, "batch seq top_k"],
     axis: InUse,
     shard: Shard,
 ) -> Float[Array, "batch seq embed"]:
-    """Return the weighted sum of the outputs of each token's experts, in the dtype of `outputs`.
+    """Return the sum of the outputs of each token's experts, in the dtype of `outputs`.
 
     `axis` is the logical axis of their channels. Dropped assignments add nothing.
     """
     gathered_axes, other_axes = token_expert_axes(shard), other_expert_axes(shard)
 
-    def combine(outputs: Array, order: Array, permutation: Array, sizes: Array, weights: Array) -> Array:
-        batch, seq, top_k = weights.shape
-        weights = gather_over(gathered_axes, weights.reshape(-1))
-        if other_axes:
-            weights = jax.lax.pcast(weights, other_axes, to="varying")
+    def combine(outputs: Array, order: Array, sizes: Array, experts: Array) -> Array:
+        batch, seq, top_k = experts.shape
+        tokens = batch * seq * (jax.lax.axis_size(gathered_axes) if gathered_axes else 1)
         is_used = jnp.arange(len(order)) < sizes.sum()
-        row_weights = _permute(weights, permutation)[: len(order), None]
-        values = jnp.where(is_used[:, None], outputs, 0) * row_weights
-        y = _add_to_tokens(values, order // top_k, len(weights) // top_k)
+        y = _add_to_tokens(jnp.where(is_used[:, None], outputs, 0), order // top_k, tokens)
         y = (jax.lax.psum(y, other_axes) if other_axes else y).astype(outputs.dtype)
         return scatter_sums(gathered_axes, y).reshape(batch, seq, -1)
 
-    in_axes = ((ROWS, axis), (ROWS,), (ROWS,), (ROWS, None), (BATCH, SEQ, None))
-    return shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)(outputs, *rows, weights)
+    in_axes = ((ROWS, axis), (ROWS,), (ROWS, None), (BATCH, SEQ, None))
+    combined = shard.map(combine, in_axes, (BATCH, SEQ, axis), check_vma=True)
+    return combined(outputs, rows.order, rows.group_sizes, experts)
 
 
 @jax.custom_vjp
@@ -136,18 +149,6 @@ def _take_backward(residuals: tuple[int, Array, Array], g: Array) -> tuple[Array
 
 
 _take.defvjp(_take_forward, _take_backward)
-
-
-@jax.custom_vjp
-def _permute(values: Float[Array, " n"], permutation: Int[Array, " n"]) -> Float[Array, " n"]:
-    """Return `values[permutation]`. A TPU sorts numbers much faster than it gathers them by index."""
-    return jax.lax.sort_key_val(jnp.argsort(permutation), values)[1]
-
-
-_permute.defvjp(
-    lambda values, permutation: (_permute(values, permutation), permutation),
-    lambda permutation, g: (jax.lax.sort_key_val(permutation, g)[1], None),
-)
 
 
 def _add_to_tokens(
