@@ -587,7 +587,7 @@ def test_estimated_memory_of_sorted_experts_counts_the_rows_of_all_devices_along
             ["partition=fsdp_ep", "model.moe.dispatch=dense", "model.moe.capacity_factor=1"],
         )
     )
-    assert split["up"] == 2 * gathered["up"] and split["down"] == 2 * gathered["down"]
+    assert split["up"] == 2 * gathered["up"] and split["gate"] == 2 * gathered["gate"]
     assert dense["up"] == gathered["up"] and split["context"] == gathered["context"]
     for dispatch in ("sorted", "exchanged"):  # a token uses an expert once, although it uses two
         one_each = saved("partition=fsdp_ep", "mesh=1x1x8", f"model.moe.dispatch={dispatch}")
@@ -720,7 +720,7 @@ def test_products_of_shared_experts_have_their_own_names(shared):
     run = parse_run(["mode=show", "model=moe_tiny", f"model.moe.shared_experts={shared}"])
     products = {product.name: product for product in step_work(run).products}
     assert products["gate"].stack == ("experts", 8) and products["shared_gate"].stack == (None, 1)
-    assert not products["shared_down"].is_needed_backward and products["down"].is_needed_backward
+    assert not products["shared_down"].is_needed_backward and not products["down"].is_needed_backward
 
 
 def test_flops_count_active_experts_and_memory_counts_all():

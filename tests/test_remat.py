@@ -95,6 +95,23 @@ def test_saved_queries_keys_and_values_include_what_norms_and_value_embeddings_n
     assert forward_output_bytes(run, "tpu") == (saved_bytes(run).device_total, 0)
 
 
+@pytest.mark.parametrize("dispatch", ["sorted", "exchanged", "dense"])
+def test_the_last_products_of_experts_are_never_recomputed(dispatch: str):
+    run = small_run("moe_tiny", "remat=full", "partition=fsdp_ep", "mesh=2x2x2", f"model.moe.dispatch={dispatch}")
+    products: dict[bool, set[str]] = {False: set(), True: set()}
+    for scan in scans(trace_step(run)):
+        products[scan.params["reverse"]] |= {*re.findall(r"name\[name=(up|gate|down)\]", str(scan))}
+    assert products == {False: {"up", "gate", "down"}, True: {"up", "gate"}}
+
+
+@pytest.mark.parametrize("dispatch", ["sorted", "exchanged"])
+def test_saving_all_products_saves_those_of_experts(dispatch: str):
+    moe = (f"model.moe.dispatch={dispatch}", "model.moe.mlp=192")
+    run = small_run("moe_tiny", "remat=dots", "partition=fsdp_ep", "mesh=2x2x2", *moe)
+    saved = [out.aval for scan in scans(trace_step(run)) for out in scan.outvars[scan.params["num_carry"] :]]
+    assert sum(array.ndim == 3 and array.shape[-1] == 192 for array in saved) == 2  # `up` and `gate`, not `down`
+
+
 @pytest.mark.parametrize("model", mark_slow_except(MODELS, ["valkyrie_tiny", "trm_tiny"]))
 def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str):
     run = small_run(model)

@@ -300,8 +300,8 @@ class MoE(Block):
         products = ("up", "gate") if self.kind.is_gated else ("up",)
         activations = [row("mlp", name=name, count=rows, product=True) for name in products]
         activations += [
-            row("embed", name="down", count=rows, product=True),
-            row("mlp", count=2 * rows),
+            row("embed", name="down", count=rows, product=True, result=True),
+            row("mlp", count=3 * rows),
             row("embed", count=rows),
         ]
         for name in products if self.shared_experts else ():

@@ -144,7 +144,7 @@ def weigh_exchanged(
         if other_axes:
             weights = jax.lax.pcast(weights, other_axes, to="varying")
         sent = permute_numbers(jnp.where(is_sent, weights, 0), jnp.argsort(order))
-        received = _exchange(transfer, len(received_order), sent[:, None], sizes[0])
+        received: Array = _exchange(transfer, len(received_order), sent[:, None], sizes[0])
         return permute_numbers(received[:, 0], received_inverse)
 
     return shard.map(weigh, ((BATCH, SEQ, None), *_PLAN_AXES), (ROWS,), check_vma=True)(weights, *rows)
@@ -165,7 +165,7 @@ def combine_exchanged(
         transfer = _Transfer(axes, shard.backend, len(order) / (jax.lax.axis_size(other_axes) if other_axes else 1))
         received = permute_rows(outputs, received_inverse, received_order)
         returned = _exchange(transfer, len(order), received, sizes[0].T)
-        y = add_to_tokens(returned, order, inverse, is_sent, experts.shape[-1])
+        y: Array = add_to_tokens(returned, order, inverse, is_sent, experts.shape[-1])
         y = jax.lax.psum(y, other_axes) if other_axes else y
         return y.astype(outputs.dtype).reshape(*experts.shape[:2], -1)
 

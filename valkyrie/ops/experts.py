@@ -147,7 +147,7 @@ def combine_sorted(
 
     def combine(outputs: Array, order: Array, inverse: Array, is_local: Array, experts: Array) -> Array:
         batch, seq, top_k = experts.shape
-        y = add_to_tokens(outputs, order, inverse, is_local, top_k)
+        y: Array = add_to_tokens(outputs, order, inverse, is_local, top_k)
         y = (jax.lax.psum(y, other_axes) if other_axes else y).astype(outputs.dtype)
         return scatter_sums(gathered_axes, y).reshape(batch, seq, -1)
 
@@ -335,21 +335,23 @@ def add_to_tokens(
 def _take_tokens_backward(
     top_k: int, permutation: tuple[Array, Array, Array], g: Array
 ) -> tuple[Array, None, None, None]:
-    return add_to_tokens(g, *permutation, top_k).astype(g.dtype), None, None, None
+    sums: Array = add_to_tokens(g, *permutation, top_k)
+    return sums.astype(g.dtype), None, None, None
 
 
 def _add_to_tokens_forward(
     rows: Array, order: Array, inverse: Array, is_local: Array, top_k: int
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    # The empty array passes the dtype of the rows.
-    return add_to_tokens(rows, order, inverse, is_local, top_k), (order, inverse, is_local, rows[:0])
+    # The empty array passes the dtype. It does not depend on the rows, which are not needed then.
+    residuals = order, inverse, is_local, jnp.zeros(0, rows.dtype)
+    return add_to_tokens(rows, order, inverse, is_local, top_k), residuals
 
 
 def _add_to_tokens_backward(
     top_k: int, residuals: tuple[Array, Array, Array, Array], g: Array
 ) -> tuple[Array, None, None, None]:
-    *permutation, empty_rows = residuals
-    return take_tokens(g.astype(empty_rows.dtype), *permutation, top_k), None, None, None
+    *permutation, empty = residuals
+    return take_tokens(g.astype(empty.dtype), *permutation, top_k), None, None, None
 
 
 take_tokens.defvjp(

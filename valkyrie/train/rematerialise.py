@@ -14,6 +14,9 @@ from valkyrie.parallel.remat import ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS, RematC
 
 Policy = Callable[..., Any]
 
+_GROUPED_PRODUCT = "custom_vmap_call"
+"""JAX's primitive around products of groups of rows (`valkyrie.ops.grouped`), the only ones with their own `vmap`."""
+
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of cuDNN's kernel. Its backward pass also needs the softmax sums, which have no name to save."""
 
@@ -39,7 +42,7 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
     if ALL_ACTIVATIONS in remat.save:
         default_policy = policies.everything_saveable
     elif PRODUCT_ACTIVATIONS in remat.save:
-        default_policy = policies.dots_with_no_batch_dims_saveable
+        default_policy = _save_products
     else:
         default_policy = named_policy
 
@@ -50,6 +53,11 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
         return (named_policy if is_listed else default_policy)(primitive, *arguments, **parameters)
 
     return policy
+
+
+def _save_products(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    saves_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return primitive.name == _GROUPED_PRODUCT or saves_dot(primitive, *arguments, **parameters)
 
 
 def _named_policy(remat: RematConfig, backend: str) -> Policy:

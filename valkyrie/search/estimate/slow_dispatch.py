@@ -9,7 +9,7 @@ import numpy as np
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.models import LayeredModel
-from valkyrie.parallel.remat import ActivationLocation
+from valkyrie.search.estimate.dispatch import pass_counts
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.runs import stack_runs
@@ -60,6 +60,6 @@ def _dispatch_seconds_per_step(estimator: StepEstimator) -> float:
     """Return the seconds to send tokens along dispatched axes and back in a step of a single layout."""
     seconds, remat = np.zeros(1), estimator.work.run.config.remat
     for mixing in estimator.work.mixing:
-        passes = 2 + (remat.location(mixing.name) is ActivationLocation.nowhere)
-        seconds += mixing.count * passes * estimator.dispatch_seconds(mixing)
+        for passes, dispatch_s in zip(pass_counts(mixing, remat), estimator.dispatch_seconds(mixing), strict=True):
+            seconds += mixing.count * passes * dispatch_s
     return (seconds * estimator.layer_share * estimator.layouts.microbatches).item()

@@ -21,7 +21,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.block import SavedActivation
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
-from valkyrie.search.estimate.dispatch import gathered_token_bytes, row_seconds
+from valkyrie.search.estimate.dispatch import gathered_token_bytes, pass_counts, row_seconds
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel, exposed_seconds, half_exchange_hops
 from valkyrie.search.estimate.parameters import ParameterTimes
@@ -231,20 +231,21 @@ class StepEstimator:
     def _dispatch_work_seconds(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of sorts, moved rows and products with masks in a microbatch (`DispatchWork`).
 
-        The backward pass moves rows again, and computes three products with masks instead of two.
+        The forward and the recomputed pass sort three times, and the backward pass twice.
         """
         layouts, e, seconds = self.layouts, self.efficiency, np.zeros(len(self.layouts))
         width = self.work.embed / layouts.count_parts("embed", "used", self.work.embed)
         for mixing in self.work.mixing:
-            work, forward_passes = mixing.dispatch, 1 + (remat.location(mixing.name) is ActivationLocation.nowhere)
+            work, passes = mixing.dispatch, pass_counts(mixing, remat)
             if work.rows:
                 sizes = mixing, layouts, self.local_tokens, width, self.work.itemsize
-                move_s, sort_s = row_seconds(*sizes, self.chip, e.on_chip_bytes)
-                move_s = move_s + gathered_token_bytes(*sizes) / self.hbm_bandwidth
-                seconds += mixing.count * ((forward_passes + 1) * move_s + forward_passes * sort_s)
+                *move_seconds, sort_s = row_seconds(*sizes, self.chip, e.on_chip_bytes)
+                for n, move_s, bytes_ in zip(passes, move_seconds, gathered_token_bytes(*sizes), strict=True):
+                    seconds += mixing.count * n * (move_s + bytes_ / self.hbm_bandwidth)
+                seconds += mixing.count * (3 * passes[0] - 1) * sort_s
             mask_flops = 2.0 * self.local_tokens * work.mask_elements * width
             mask_s = mask_flops / (self.peak_flops * e.products) / _tile_utilisation(width, e.tile)
-            seconds += mixing.count * (2 * forward_passes + 3) * mask_s
+            seconds += mixing.count * sum(passes) * mask_s
         return seconds
 
     def _sequence_excess(self, mixing: Mixing) -> np.ndarray:
@@ -306,8 +307,9 @@ class StepEstimator:
             for again, (forward, backward, regather) in zip(recompute_flags, self._product_collectives, strict=True)
         )
         for mixing, exchange_s in zip(self.work.mixing, self._mixing_collectives, strict=True):
-            passes = 2 + (remat.location(mixing.name) is ActivationLocation.nowhere)
-            seconds = seconds + mixing.count * passes * exchange_s
+            passes = pass_counts(mixing, remat)
+            dispatch_s = sum(n * s for n, s in zip(passes, self.dispatch_seconds(mixing), strict=True))
+            seconds = seconds + mixing.count * (passes[0] * exchange_s + dispatch_s)
         return seconds * self.layer_share + self._table_collectives
 
     @cached_property
@@ -321,23 +323,25 @@ class StepEstimator:
 
     @cached_property
     def _mixing_collectives(self) -> list[np.ndarray]:
-        return [self._sequence_exchange(mixing) + self.dispatch_seconds(mixing) for mixing in self.work.mixing]
+        return [self._sequence_exchange(mixing) for mixing in self.work.mixing]
 
-    def dispatch_seconds(self, mixing: Mixing) -> np.ndarray:
-        """Return the seconds to send tokens to the shards of dispatched axes and back, in one layer and one pass."""
-        layouts, seconds, rows = self.layouts, np.zeros(len(self.layouts)), mixing.dispatch.gathered_rows
+    def dispatch_seconds(self, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds to send tokens to the shards of dispatched axes, and back, in one layer and one pass."""
+        layouts, rows = self.layouts, mixing.dispatch.gathered_rows
+        there, back = np.zeros(len(layouts)), np.zeros(len(layouts))
         imbalance = self.work.run.config.target.routing_imbalance  # buffers of a fixed size have none
         imbalance = 1.0 if rows is None else min(imbalance, rows.capacity or np.inf)
         axes = tuple(dict.fromkeys(m for logical in mixing.dispatched_axes for m in layouts.stored_axes(logical)))
         for activation in mixing.dispatched if axes else ():
             bytes_ = self._bytes_per_token(activation) * self.local_tokens
             if mixing.dispatch.sends_rows:
-                seconds += 2 * self.network.all_to_all(layouts, axes, imbalance * bytes_)
+                exchange_s = self.network.all_to_all(layouts, axes, imbalance * bytes_)
+                there, back = there + exchange_s, back + exchange_s
                 continue
             bytes_ = bytes_ * layouts.axes_size(axes)
-            seconds += self.network.all_gather(layouts, axes, bytes_)
-            seconds += self.network.reduce_scatter(layouts, axes, bytes_)
-        return seconds
+            there = there + self.network.all_gather(layouts, axes, bytes_)
+            back = back + self.network.reduce_scatter(layouts, axes, bytes_)
+        return there, back
 
     def _matmul_collectives(self, product: Product, gathers_operand: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the seconds of the collectives of a matmul: forward, backward, and gathering its operand again.

@@ -89,6 +89,7 @@ class Mixing:
         dispatched_axes: Logical axes along which tokens are sent to parameters, such as experts (`Block.dispatches`).
         dispatched: Activations that are sent along them (`Block.dispatched_activations`).
         dispatch: Other work to send tokens along them.
+        is_result_needed: Whether the backward pass needs the results that are sent back.
     """
 
     flops: float
@@ -103,6 +104,7 @@ class Mixing:
     dispatched_axes: tuple[str, ...] = ()
     dispatched: tuple[SavedActivation, ...] = ()
     dispatch: DispatchWork = DispatchWork()
+    is_result_needed: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,9 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
                 block_products = _products(block, context, repeats, (i, context.number, j), is_result_unused)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components * p.rows_per_token for p in block_products)
-                mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, platform))
+                mixing.append(
+                    _mixing(block, context, repeats, run.config.seq, product_flops, platform, not is_result_unused)
+                )
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / flops_per_pass
     return StepWork(run, model.embed, tuple(products), tuple(mixing), tuple(activations), model.parameters(), passes)
@@ -235,7 +239,13 @@ def _products(
 
 
 def _mixing(
-    block: Block, context: BlockContext, count: int, seq: int, product_flops: float, platform: Platform
+    block: Block,
+    context: BlockContext,
+    count: int,
+    seq: int,
+    product_flops: float,
+    platform: Platform,
+    is_result_needed: bool,
 ) -> Mixing:
     """Return the work of a block outside its matmuls, such as attention scores or a scan.
 
@@ -246,6 +256,7 @@ def _mixing(
         seq: Sequence length.
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
         platform: Provides the padding of head dimensions (`lanes`) and the cost of attention over long sequences.
+        is_result_needed: Whether the backward pass needs the result of the block.
     """
     named_activations = [
         activation
@@ -273,4 +284,5 @@ def _mixing(
         block.dispatches,
         tuple(block.dispatched_activations(context)),
         block.dispatch_work(context, seq),
+        is_result_needed,
     )
