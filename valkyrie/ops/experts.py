@@ -328,8 +328,10 @@ def add_to_tokens(
     top_k: int,
 ) -> Float[Array, "tokens embed"]:
     """Return the sum of the rows of each token's local assignments, in float32. The transpose of `take_tokens`."""
-    assignments = jnp.where(is_local[:, None], rows[inverse], 0).reshape(-1, top_k, rows.shape[-1])
-    return jnp.sum(assignments, axis=1, dtype=jnp.float32)
+    # Choices come first, because a TPU pads the second to last dimension to a multiple of 8.
+    inverse, is_local = (array.reshape(-1, top_k).T for array in (inverse, is_local))
+    assignments = rows[inverse.reshape(-1)].reshape(top_k, -1, rows.shape[-1])
+    return jnp.sum(jnp.where(is_local[..., None], assignments, 0), axis=0, dtype=jnp.float32)
 
 
 def _take_tokens_backward(
