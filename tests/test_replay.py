@@ -106,6 +106,22 @@ def test_overlapping_work_hides_a_collective():
     assert result.collectives[0].busy_s == pytest.approx(gather_seconds())
 
 
+def test_a_sparse_core_starts_once_it_has_its_operands():
+    """libtpu 0.0.46 loads a SparseCore's program by an `async-start` without operands. An `async-update` adds them."""
+    cycles = int(gather_seconds() * CLOCK * 0.4)
+    gather = f"gather {{\n  p = f32[1024,1024] parameter(0)\n  ROOT g = f32[4096,1024] all-gather(p), {X_GROUPS}"
+    shape = "((f32[1024,1024]), f32[4096,1024], s32[])"
+    module = program(
+        f"  start = {shape} async-start(a), calls=gather\n{timed_instruction('early', 'a', cycles)}"
+        f"  update = {shape} async-update(start)\n{timed_instruction('late', 'a', cycles)}"
+        "  ROOT done = f32[4096,1024] async-done(update)\n",
+        f"{HEAD}{LESS}{gather}, channel_id=1, dimensions={{0}}\n}}\n",
+    )
+    assert sum_seconds(replay_on_v4(module).parts, PartKind.exposed) == pytest.approx(0.2 * gather_seconds(), rel=1e-2)
+    module.instructions["start"].operands.clear()
+    assert sum_seconds(replay_on_v4(module).parts, PartKind.exposed) == pytest.approx(0.6 * gather_seconds(), rel=1e-2)
+
+
 def test_communication_of_a_partitioned_module_is_scheduled():
     cycles = int(gather_seconds() * CLOCK * 0.6)
     module = program(

@@ -273,6 +273,10 @@ class _Replayer:
             self._replay_host_message(instruction)
         elif opcode.endswith("-done"):
             self._wait_for_start(instruction)
+        elif opcode == "async-update":
+            self._start_with_operands(instruction)
+        elif opcode == "async-start" and not instruction.operands:
+            pass  # loads the program of a SparseCore, which runs once an `async-update` brings the operands
         elif opcode.endswith("-start"):
             self._start_transfer(instruction)
         elif collective_kind(opcode):
@@ -347,10 +351,14 @@ class _Replayer:
         self._pending_transfers[instruction] = transfer
         self._links.start(transfer)
 
+    def _start_with_operands(self, update: Instruction) -> None:
+        """Start the transfer of an `async-start` without operands, unless an earlier `async-update` did."""
+        start = _async_start(update)
+        if not start.operands and start not in self._pending_transfers:
+            self._start_transfer(start)
+
     def _wait_for_start(self, instruction: Instruction) -> None:
-        start = instruction.operands[0]
-        while start.opcode == "async-update":
-            start = start.operands[0]
+        start = _async_start(instruction)
         transfer = self._pending_transfers.pop(start, None)
         if transfer is None:
             self._notes[f"{instruction.name} waits for {start.name}, which was not found: no wait is assumed"] = None
@@ -462,3 +470,11 @@ class _Replayer:
         self._links.pass_time(longest_branch.duration_s)
         which = "branch with a kernel" if kernel_branches else "longest branch"
         self._notes[f"the {which} of a conditional is assumed to run"] = None
+
+
+def _async_start(instruction: Instruction) -> Instruction:
+    """Return the start of an asynchronous operation, given its `-done` or an `async-update`."""
+    start = instruction.operands[0]
+    while start.opcode == "async-update":
+        start = start.operands[0]
+    return start
