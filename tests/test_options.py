@@ -85,11 +85,13 @@ def test_gradient_sums_are_split_if_the_compiler_overlaps_them_with_products():
     assert "all_to_all" in lowered_text("target=v5e-4", "partition.gradient_sum=all_to_all")
 
 
-def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pytest.MonkeyPatch):
+def test_later_compilers_gather_on_sparse_cores_instead_of_in_products(monkeypatch: pytest.MonkeyPatch):
     chip, fusion_option = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-    for version, is_used in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
+    offload_option = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    for version, option in (("0.0.42.1", fusion_option), ("0.0.46", offload_option), ("0.1.0", offload_option)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
-        assert (fusion_option in [option.name for option in collect_options(chip, {})]) is is_used
+        names = {option.name for option in collect_options(chip, {})}
+        assert names & {fusion_option, offload_option} == {option}
     overridden = replace(chip, xla_options=chip.xla_options | {fusion_option: "maybe"})
     assert Option(fusion_option, "maybe", USER) in collect_options(overridden, {}), "the setting of the user is kept"
 

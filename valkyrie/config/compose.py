@@ -344,7 +344,10 @@ def count_accelerators() -> int:
 
 def _allow_new_rules(config: DictConfig) -> DictConfig:
     """Let the command line set compiler options and partition rules that the config does not list, without `+`."""
-    open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options", "xla_options_until")}
+    open_keys = {
+        PartitionConfig: ("parameters", "activations"),
+        ChipConfig: ("xla_options", "xla_options_until", "xla_options_from"),
+    }
     for key in open_keys.get(OmegaConf.get_type(config) or type(config), ()):
         OmegaConf.set_struct(config[key], False)
     return config

@@ -85,6 +85,7 @@ class ChipConfig:
         compiler_name: libtpu's name of the chip. `compiler_options` are further arguments of `get_topology_desc`.
         xla_options: Compiler options of a step; null removes an option.
         xla_options_until: Last version of the compiler (libtpu, jaxlib for GPUs) that accepts an option.
+        xla_options_from: First version of the compiler for which a default option is set.
         device_kinds: Names that JAX reports as `device_kind`.
         estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
         replay: Correction of replayed times.
@@ -124,6 +125,7 @@ class ChipConfig:
     compiler_options: dict[str, str] = field(default_factory=dict)
     xla_options: dict[str, Any] = field(default_factory=dict)
     xla_options_until: dict[str, str] = field(default_factory=dict)
+    xla_options_from: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
     estimate: dict[str, float] = field(default_factory=dict)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

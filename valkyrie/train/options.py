@@ -54,14 +54,13 @@ def collect_options(chip: ChipConfig | None, computed_options: dict[str, str]) -
 
     Args:
         chip: The chip with the user's changes, or None. An option with the same value in the chip's shipped YAML counts
-            as a default of the chip, any other as set by the user. Defaults that the installed compiler no longer
-            accepts (`xla_options_until`) are left out.
+            as a default of the chip, any other as set by the user. Defaults for earlier or later compilers than the
+            installed one (`xla_options_until`, `xla_options_from`) are left out.
         computed_options: Options set by Valkyrie. Options of `chip` override them.
     """
     requested_options = dict(chip.xla_options) if chip else {}
     shipped_options = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
-    last_versions = chip.xla_options_until if chip else {}
-    for name in [name for name, until in last_versions.items() if chip and _has_later_compiler(chip, until)]:
+    for name in _defaults_for_other_compilers(chip) if chip else ():
         if name in shipped_options and requested_options.get(name) == shipped_options[name]:
             del requested_options[name]
     options = [
@@ -136,13 +135,19 @@ def explain_refusal(message: str, platform: Platform, *, in_python: bool = False
     return None
 
 
-def _has_later_compiler(chip: ChipConfig, version: str) -> bool:
-    """Return whether a later version of the chip's compiler is installed."""
+def _defaults_for_other_compilers(chip: ChipConfig) -> set[str]:
+    """Return the options whose defaults are not for the installed version of the chip's compiler.
+
+    Without a compiler, these are the defaults for later versions.
+    """
+    if not chip.xla_options_until and not chip.xla_options_from:  # also for platforms without a compiler
+        return set()
     try:
-        installed = metadata.version(get_platform(chip.platform).compiler_packages[0])
+        installed = _version_numbers(metadata.version(get_platform(chip.platform).compiler_packages[0]))
     except metadata.PackageNotFoundError:
-        return False
-    return _version_numbers(installed) > _version_numbers(version)
+        return {*chip.xla_options_from}
+    outdated = {name for name, until in chip.xla_options_until.items() if installed > _version_numbers(until)}
+    return outdated | {name for name, first in chip.xla_options_from.items() if installed < _version_numbers(first)}
 
 
 def _version_numbers(version: str) -> list[int]:
