@@ -634,6 +634,41 @@ def test_xla_reorders_the_ring_of_a_gather_on_chips_with_two_torus_axes(target: 
     assert ordered / reordered == pytest.approx(speedup)
 
 
+@pytest.mark.parametrize(
+    ("target", "mesh", "slowdown"), [("v5p-64", 32, 3.0), ("v5p-16", 8, 3.0), ("v5p-8", 4, 1.0), ("v5p-128", 64, 1.0)]
+)
+def test_synchronous_gathers_use_one_ring_through_a_box_that_is_no_torus(
+    target: str, mesh: int, slowdown: float
+) -> None:
+    layout = (f"target={target}", "model=gpt_1b", "batch=64", "seq=1024", "partition=fsdp", f"mesh={mesh}x1x1")
+    chip = parse_run(layout).config.target.chip
+    assert chip is not None
+    layouts = stack_runs([parse_run(layout)])
+    model, full_bytes = replace(collective_model(chip, Efficiency()), start_s=0.0, hop_s=0.0), np.full(1, 1e9)
+    asynchronous, synchronous = (
+        model.all_gather(layouts, ["x"], full_bytes, is_synchronous=is_synchronous) for is_synchronous in (False, True)
+    )
+    assert synchronous / asynchronous == pytest.approx(slowdown)
+
+
+@pytest.mark.parametrize(
+    ("settings", "waits"),
+    [
+        (("target=v5e-4",), True),
+        (("target=v5e-4", "model.moe.dispatch=dense"), False),
+        (
+            ("target=v5e-4", "target.chip.xla_options.xla_tpu_enable_sparse_core_collective_offload_all_gather=true"),
+            False,
+        ),
+        (("target=v4-8",), False),
+        (("target=h100-4",), False),
+    ],
+)
+def test_kernels_of_experts_wait_for_their_matrices(settings: tuple[str, ...], waits: bool) -> None:
+    layout = ("model=moe_tiny", "batch=1024", "seq=1024", "mesh=4x1x1", "partition=fsdp")
+    assert (estimated_seconds(*layout, *settings, hidden_weights=1.0)["weights"] > 0) == waits
+
+
 def test_each_microbatch_adds_its_gradients_in_float32() -> None:
     parameters = parse_run(["model=gpt_125m"]).model.parameter_count()
     layout = ("model=gpt_125m", "target=v5e-8", "batch=128", "seq=1024", "mesh=1x1x8", "partition=dp")

@@ -116,6 +116,19 @@ class AxisPlacement:
         return min(self.links_per_chip, max((factor.links_per_chip for factor in self.factors), default=0.0))
 
     @property
+    def gather_links(self) -> float:
+        """One-way links per chip that XLA's all-gathers of weights use.
+
+        They have a ring along each torus axis if the devices form a torus or a square of 2 x 2. Otherwise a single ring
+        passes through all: in boxes of 2 x 2 x 2 and 2 x 4 x 4 on v5p (`1DAllGather` in HLO).
+        """
+        if not self.is_straight:
+            return self.exchange_links
+        is_square = [(factor.size, factor.stride) for factor in self.torus_factors] == [(2, 1), (2, 1)]
+        is_torus = all(factor.is_ring for factor in self.torus_factors)
+        return self.links_per_chip if is_square or is_torus else self.ring_links
+
+    @property
     def exchange_links(self) -> float:
         """One-way links per chip that messages to the next device of the axis use."""
         return self.ring_links if self.is_straight else SCATTERED_EXCHANGE_LINKS

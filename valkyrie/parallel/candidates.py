@@ -28,6 +28,7 @@ class AxisLinks:
         ring_rate: Bytes per second that a device sends in a single ring through all inner devices. It uses the links
             of only one torus axis.
         exchange_rate: Bytes per second that a device sends to the next one of the axis.
+        gather_rate: Bytes per second that a device sends in an all-gather of weights (`AxisPlacement.gather_links`).
     """
 
     inner_size: np.ndarray
@@ -37,6 +38,7 @@ class AxisLinks:
     hops: np.ndarray
     ring_rate: np.ndarray
     exchange_rate: np.ndarray
+    gather_rate: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ MIN_LINKS = 0.25
 A mesh axis has a fraction of a link if several groups of devices share the link. Searches use no bound, so that
 placements with more groups per link get slower estimates.
 """
+_LINK_COUNTS = ("ring_links", "exchange_links", "gather_links")
+"""Properties of `AxisPlacement` whose rates are the last fields of `AxisLinks`, in this order."""
 
 
 def axis_links(
@@ -39,15 +41,16 @@ def axis_links(
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
         link_counts = [max(axis.links_per_chip, min_links) if axis.torus_factors else 0.0 for axis in column]
-        rates, ring_rates, exchange_rates = (
+        rates, ring_rates, exchange_rates, gather_rates = (
             np.array([link_rate * (n or assumptions.CORE_BANDWIDTH_RATIO) if has_torus else link_rate for n in counts])
-            for counts in (link_counts, [axis.ring_links for axis in column], [axis.exchange_links for axis in column])
+            for counts in (link_counts, *([getattr(axis, kind) for axis in column] for kind in _LINK_COUNTS))
         )
         outer = np.array([axis.outer_size for axis in column], float)
         inner = np.array([axis.size // axis.outer_size for axis in column], float)
         hops = np.array([axis.hops for axis in column], float)
         outer_rates = np.full(len(column), host_rate)
-        links_by_axis[name] = AxisLinks(inner, rates, outer, outer_rates, hops, ring_rates, exchange_rates)
+        other_rates = ring_rates, exchange_rates, gather_rates
+        links_by_axis[name] = AxisLinks(inner, rates, outer, outer_rates, hops, *other_rates)
     return links_by_axis
 
 
@@ -57,7 +60,7 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
     assert chip is not None
     devices_per_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
     rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
-    return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones, ones)
+    return AxisLinks(ones, ones, ones * target.slices, ones * rate, 0 * ones, ones, ones, ones)
 
 
 def host_axis_links(
@@ -79,9 +82,9 @@ def host_axis_links(
     for axis in reversed(list(sizes)):
         size = sizes[axis]
         inner = np.clip(devices_per_domain / stride, 1, size)
-        inner_rate = np.full(len(size), switch_rate)
+        inner_rate, outer_rate = np.full(len(size), switch_rate), np.full(len(size), host_rate)
         links_by_axis[axis] = AxisLinks(
-            inner, inner_rate, size / inner, np.full(len(size), host_rate), np.zeros(len(size)), inner_rate, inner_rate
+            inner, inner_rate, size / inner, outer_rate, np.zeros(len(size)), inner_rate, inner_rate, inner_rate
         )
         stride = stride * size
     return {axis: links_by_axis[axis] for axis in sizes}

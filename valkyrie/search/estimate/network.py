@@ -51,15 +51,25 @@ class CollectiveModel:
     ring_rate: float = 0.0
 
     def all_gather(
-        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
+        self,
+        layouts: Candidates,
+        axes: Sequence[str],
+        full_bytes: np.ndarray,
+        *,
+        one_ring: bool = False,
+        is_synchronous: bool = False,
     ) -> np.ndarray:
         """Return the seconds of an all-gather to `full_bytes` on each device.
 
         With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
         a dimension other than the first (`1DAllGatherNonMajorDim` in HLO). Without it, an axis whose devices are no
         neighbours is as slow as `exchange`.
+
+        With `is_synchronous`, its rings are those of `AxisPlacement.gather_links`.
         """
-        return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, "one_ring" if one_ring else "gather")
+        # TODO: asynchronous gathers of weights have the same rings. `Efficiency.hidden_weights` was set without them.
+        kind = "one_ring" if one_ring else "synchronous" if is_synchronous else "gather"
+        return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, kind)
 
     def reduce_scatter(
         self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
@@ -120,9 +130,9 @@ class CollectiveModel:
             links = layouts.links[axis]
             inner, outer = inner * links.inner_size, outer * links.outer_size
             is_box = links.exchange_rate >= links.ring_rate
-            if kind == "one_ring":
+            if kind in ("one_ring", "synchronous"):
                 reordered_rate = np.where(is_box, np.minimum(links.inner_rate, self.ring_rate), 0.0)
-                axis_rate = np.maximum(links.ring_rate, reordered_rate)
+                axis_rate = np.maximum(links.ring_rate if kind == "one_ring" else links.gather_rate, reordered_rate)
             else:
                 is_fast = is_box | (kind == "sum")
                 axis_rate = np.where(is_fast, links.inner_rate, links.exchange_rate)

@@ -8,11 +8,18 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, Parameter
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel
 from valkyrie.search.estimate.work import StepWork
+from valkyrie.train.options import collect_options
+
+_FUSED_COLLECTIVES = "xla_tpu_enable_async_collective_fusion"
+"""XLA option that fuses asynchronous collectives with other operations."""
+_SPARSE_CORE_GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+"""XLA option that runs all-gathers on SparseCores, where they overlap with any operation."""
 
 
 class ParameterTimes:
@@ -24,6 +31,7 @@ class ParameterTimes:
         efficiency: Constants of the chip.
         network: Model of collectives.
         hbm_bandwidth: Bytes per second that a device achieves.
+        chip: The chip.
     """
 
     def __init__(
@@ -33,31 +41,50 @@ class ParameterTimes:
         efficiency: Efficiency,
         network: CollectiveModel,
         hbm_bandwidth: float,
+        chip: ChipConfig,
     ) -> None:
         self.work, self.layouts, self.efficiency = work, layouts, efficiency
         self.network, self.hbm_bandwidth = network, hbm_bandwidth
+        options = {option.name: option.value for option in collect_options(chip, {})}
+        fuses_gathers = options.get(_FUSED_COLLECTIVES) == "true" and options.get(_SPARSE_CORE_GATHERS) != "true"
+        self._waits_for_stacks = fuses_gathers and any(mixing.dispatch.rows for mixing in work.mixing)
+        """Whether the kernels of experts wait until their matrices are gathered.
 
-    def gather_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of gathering parameters that data axes shard: per microbatch, and once before the first.
+        XLA fuses the steps of an asynchronous gather with other operations, but not with kernels. In seven compiled
+        steps on v5e and v5p (libtpu 0.0.42.1), 55 to 100% of the time of these gathers is exposed. libtpu 0.0.46 fuses
+        no gathers on v6e, where all of it is.
+        """
+
+    def gather_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds of gathering parameters that data axes shard.
+
+        The first two are per microbatch: gathers that can overlap with compute, and others. The third is once, before
+        the first microbatch.
 
         A microbatch gathers them forward and again backward, in the compute dtype. The stages of a pipeline that sums
         gradients once (the mask `sums_once`) gather them once, in float32.
         """
         gathers_once = sums_once & (self.layouts.stages > 1)
-        once_s = self._weight_seconds * (ACCUMULATOR_DTYPE.itemsize / (2 * self.work.itemsize))
-        return np.where(gathers_once, 0.0, self._weight_seconds), np.where(gathers_once, once_s, 0.0)
+        once_s = sum(self._weight_seconds) * (ACCUMULATOR_DTYPE.itemsize / (2 * self.work.itemsize))
+        asynchronous_s, synchronous_s = (np.where(gathers_once, 0.0, seconds) for seconds in self._weight_seconds)
+        return asynchronous_s, synchronous_s, np.where(gathers_once, once_s, 0.0)
 
     @cached_property
-    def _weight_seconds(self) -> np.ndarray:
-        """Seconds of gathering parameters that data axes shard twice, in the compute dtype."""
-        seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
+    def _weight_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of gathering parameters that data axes shard twice, in the compute dtype.
+
+        The first are those of gathers that can overlap with compute, the second those of others.
+        """
+        asynchronous_s, synchronous_s = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for spec in self.work.parameters.values():
-            axes = self.layouts.gathered_mesh_axes(spec)
-            if axes:
-                seconds += 2 * self.network.all_gather(
-                    self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
-                )
-        return seconds
+            if not (axes := self.layouts.gathered_mesh_axes(spec)):
+                continue
+            is_synchronous = self._waits_for_stacks and spec.matrices_per_token is not None
+            bytes_ = self.layouts.shard_elements(spec, "used") * self.work.itemsize
+            gather_s = self.network.all_gather(self.layouts, axes, bytes_, is_synchronous=is_synchronous)
+            seconds = synchronous_s if is_synchronous else asynchronous_s
+            seconds += 2 * gather_s
+        return asynchronous_s, synchronous_s
 
     def sum_seconds(self, sums_once: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds per step spent summing gradients over data axes: in the backward passes, and after them.

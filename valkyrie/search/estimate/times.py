@@ -84,7 +84,7 @@ class StepEstimator:
         )
         self.local_tokens = self.local_tokens / layouts.microbatches
         """Tokens per device and microbatch."""
-        self._parameter_times = ParameterTimes(work, layouts, efficiency, network, self.hbm_bandwidth)
+        self._parameter_times = ParameterTimes(work, layouts, efficiency, network, self.hbm_bandwidth, chip)
         self.layer_share = work.passes / layouts.stages
         """Share of the model's layers that a device runs, times the passes through the stack of layers per step."""
 
@@ -106,13 +106,13 @@ class StepEstimator:
         launch_s = e.launch_s * sum(launches) * self.layer_share
         activations = self._activation_collectives(remat, recompute_flags)
         sums_once = self.memory.sums_gradients_once(remat)
-        (loop_gather_s, first_gather_s), (loop_sum_s, last_sum_s) = (
+        (loop_gather_s, waited_gather_s, first_gather_s), (loop_sum_s, last_sum_s) = (
             self._parameter_times.gather_seconds(sums_once),
             self._parameter_times.sum_seconds(sums_once),
         )
         exposed_s = {
             "activations": exposed_seconds(activations, compute_s, e.hidden_activations),
-            "weights": exposed_seconds(loop_gather_s, compute_s, e.hidden_weights),
+            "weights": waited_gather_s + exposed_seconds(loop_gather_s, compute_s, e.hidden_weights),
             "gradients": exposed_seconds(loop_sum_s / m, compute_s, e.hidden_gradients),
             "host": exposed_seconds(2 * host_bytes * self.layer_share / self.host_bandwidth, compute_s, e.hidden_host),
         }
