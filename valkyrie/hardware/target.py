@@ -77,15 +77,13 @@ class ChipConfig:
             (scaling book).
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
         gpu: Figures of an NVIDIA GPU that XLA needs to compile for it, or null.
-        rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
-            `skypilot`.
+        rented_as: Names in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`, `skypilot`.
         usd_per_hour: On-demand price. Shipped files have published prices, which users can override.
         usd_per_hour_source: Source of that price, with its region and date. Empty if unknown.
         spot_usd_per_hour: Price of interruptible chips. Shipped files leave it null.
         compiler_name: libtpu's name of the chip. `compiler_options` are further arguments of `get_topology_desc`.
         xla_options: Compiler options of a step; null removes an option.
-        xla_options_until: Last version of the compiler (libtpu, jaxlib for GPUs) that accepts an option.
-        xla_options_from: First version of the compiler for which a default option is set.
+        xla_options_until, xla_options_from: Last and first version of the compiler that gets a default option.
         device_kinds: Names that JAX reports as `device_kind`.
         estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
         replay: Correction of replayed times.
