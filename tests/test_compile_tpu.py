@@ -103,6 +103,16 @@ def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
 
 
 @pytest.mark.slow
+def test_square_slices_of_v6e_reduce_scatter_gradients(folder: Path):
+    run_train_process(
+        folder, "mode=compile", "target=v6e-16", "mesh=4x4x1", "partition=fsdp", "model=gpt_tiny", "model.embed=1024",
+        "model.mlp=4096", "batch=32", "name=square",
+    )  # fmt: skip
+    sent = json.loads((folder / "runs" / "square" / "compile.json").read_text())["communication"]["bytes_by_kind"]
+    assert sent["all-reduce"] < sent["reduce-scatter"] / 10, "without the chip's options, gradients are all-reduced"
+
+
+@pytest.mark.slow
 def test_more_microbatches_send_no_more_gradients(folder: Path):
     sent = {}
     for count, settings in ((1, ()), (4, ()), (4, ("partition.sum_gradients_per=microbatch",))):
