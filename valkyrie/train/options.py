@@ -136,9 +136,9 @@ def explain_refusal(message: str, platform: Platform, *, in_python: bool = False
 
 
 def _defaults_for_other_compilers(chip: ChipConfig) -> set[str]:
-    """Return the options whose defaults are not for the installed version of the chip's compiler.
+    """Return the options that `xla_options_until` and `xla_options_from` exclude for the installed compiler.
 
-    Without a compiler, these are the defaults for later versions.
+    Without a compiler, these are all in `xla_options_from`.
     """
     if not chip.xla_options_until and not chip.xla_options_from:  # also for platforms without a compiler
         return set()

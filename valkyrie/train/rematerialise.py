@@ -15,7 +15,7 @@ from valkyrie.parallel.remat import ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS, RematC
 Policy = Callable[..., Any]
 
 _GROUPED_PRODUCT = "custom_vmap_call"
-"""JAX's primitive around products of groups of rows (`valkyrie.ops.grouped`), the only ones with their own `vmap`."""
+"""JAX's primitive around products of groups of rows, which have their own `vmap` (`valkyrie.ops.grouped`)."""
 
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of cuDNN's kernel. Its backward pass also needs the softmax sums, which have no name to save."""

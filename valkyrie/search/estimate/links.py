@@ -20,7 +20,7 @@ A mesh axis has a fraction of a link if several groups of devices share the link
 placements with more groups per link get slower estimates.
 """
 _LINK_COUNTS = ("ring_links", "exchange_links", "gather_links")
-"""Properties of `AxisPlacement` whose rates are the last fields of `AxisLinks`, in this order."""
+"""Links per chip of an `AxisPlacement`, in the order of the last fields of `AxisLinks`."""
 
 
 def axis_links(
